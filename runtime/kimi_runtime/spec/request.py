@@ -1,0 +1,169 @@
+"""The worker's wire format: token ids in, token ids out.
+
+`POST /generate` takes a `GenerateRequest` and streams one `GenerateChunk` per line (JSON, UTF-8,
+`\\n`). The last line of a stream that ended well has `finish`; one that failed has `error`. A
+stream that ends without either was cut: the client must treat it as failed.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from kimi_runtime.spec.base import SpecModel
+
+TokenId = Annotated[int, Ge(0), Le(2**31 - 1)]
+BlockKeyHex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    HANDED_OFF = "handed_off"
+
+
+class Priority(StrEnum):
+    """The class of a request; ageing keeps a lower one from starving."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
+class Sampling(SpecModel):
+    """How ids are drawn. Temperature 0 is greedy and ignores the other filters."""
+
+    temperature: Annotated[float, Ge(0), Le(2)] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_k: NonNegativeInt = Field(0, description="Keep the k most likely ids; 0 keeps all.")
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
+    logit_bias: dict[TokenId, Annotated[float, Ge(-100), Le(100)]] = {}
+    seed: int | None = Field(None, description="Equal seeds give equal ids, whatever the batch.")
+    max_tokens: NonNegativeInt = Field(description="0 computes the prompt's KV and samples nothing.")
+    min_tokens: NonNegativeInt = 0
+    stop_ids: tuple[TokenId, ...] = ()
+    stop_strings: tuple[str, ...] = Field((), description="Over the decoded text of the output ids.")
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Ge(0), Le(20)] | None = Field(
+        None, description="None: none. n: the sampled id's and the n most likely ids'."
+    )
+
+
+class Grammar(SpecModel):
+    """A constraint on the output ids, in llguidance's Lark dialect or as a JSON schema."""
+
+    kind: Literal["lark", "json_schema"]
+    text: str
+    starts_after: tuple[TokenId, ...] = Field(
+        (), description="Unconstrained until one of these ids was emitted; empty: from the start."
+    )
+
+
+class RegionRef(SpecModel):
+    """A memory region of a peer, as one transport needs it to open a session.
+
+    `transport` names the transport that registered it; `address` is that transport's own (a file
+    path for shm, host:port for tcp, a packed descriptor for verbs).
+    """
+
+    transport: str
+    peer: str
+    address: str
+    key: NonNegativeInt
+    size_bytes: NonNegativeInt
+    epoch: NonNegativeInt
+
+
+class HandOffBlock(SpecModel):
+    """One block of a hand-off: where its bytes lie in the region, and their tags by layer group."""
+
+    key: BlockKeyHex | None = Field(description="None for the partial tail, which has no key.")
+    offset: NonNegativeInt
+    size_bytes: PositiveInt
+    tokens: PositiveInt
+    tags: tuple[str, ...] = Field(description="Hex, one per layer group, over the group's bytes.")
+
+
+class HandOff(SpecModel):
+    """What a prefill worker offers: the KV of `tokens` prompt tokens, pinned until `lease_s` ends."""
+
+    ticket: str
+    worker: str
+    release_url: str
+    layout: str = Field(description="Layout digest; both sides must agree or nothing is read.")
+    region: RegionRef
+    tokens: NonNegativeInt
+    blocks: tuple[HandOffBlock, ...]
+    lease_s: Annotated[float, Gt(0)]
+
+
+class KvPlan(SpecModel):
+    """Where the request's KV comes from and goes to."""
+
+    keys: tuple[BlockKeyHex, ...] = Field(
+        (), description="The router's block keys; the worker computes its own and counts a mismatch."
+    )
+    sources: tuple[str, ...] = Field((), description="Owners to fetch from, best first.")
+    take: HandOff | None = Field(None, description="Pull the blocks this worker lacks from here.")
+    offer: bool = Field(False, description="End with a HandOff instead of sampling.")
+
+
+class GenerateRequest(SpecModel):
+    """One generation."""
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256)]
+    ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    sampling: Sampling
+    grammar: Grammar | None = None
+    kv: KvPlan = KvPlan()
+    deadline_ms: PositiveInt = Field(description="From arrival; then the request is cancelled.")
+    priority: Priority = Priority.INTERACTIVE
+    tenant: str = "default"
+    adapter: str = ""
+    router: str = Field("", description="Name of the router replica that sent it.")
+
+
+class TokenLogprob(SpecModel):
+    """The natural-log probability of a sampled id, and of the most likely ids at its position."""
+
+    id: TokenId
+    logprob: float
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
+class KvUsage(SpecModel):
+    """Where the prompt's tokens came from; the sum is the prompt's length less what was computed."""
+
+    hbm_tokens: NonNegativeInt = 0
+    pool_tokens: NonNegativeInt = 0
+    hand_off_tokens: NonNegativeInt = 0
+    computed_tokens: NonNegativeInt = 0
+    hand_off_bytes: NonNegativeInt = 0
+
+
+class ErrorBody(SpecModel):
+    """An error as it crosses a process boundary."""
+
+    status: Annotated[int, Ge(400), Le(599)]
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: NonNegativeFloat | None = None
+
+
+class GenerateChunk(SpecModel):
+    """One line of a stream."""
+
+    ids: tuple[TokenId, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    usage: KvUsage | None = Field(None, description="With `finish`, and with the first ids.")
+    hand_off: HandOff | None = None
+    error: ErrorBody | None = None

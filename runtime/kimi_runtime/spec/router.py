@@ -1,0 +1,74 @@
+"""The router's file."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.spec.worker import Role
+from kimi_runtime.units import Bytes, Seconds
+
+
+class WorkerEndpoint(SpecModel):
+    """Where a worker listens."""
+
+    name: str
+    role: Role
+    url: str
+
+
+class PoolEndpoint(SpecModel):
+    """Where a pool daemon serves its feed."""
+
+    name: str
+    url: str
+
+
+class LeastLoad(SpecModel):
+    """The worker with the least work in its queue."""
+
+    kind: Literal["least_load"] = "least_load"
+
+
+class LongestPrefix(SpecModel):
+    """The longest cached prefix, unless its holder is busier than the gain is worth."""
+
+    kind: Literal["longest_prefix"] = "longest_prefix"
+    queued_token_weight: Annotated[float, Ge(0)] = Field(
+        1.0, description="Tokens of prefill that one queued token costs."
+    )
+    running_token_weight: Annotated[float, Ge(0)] = Field(
+        64.0, description="Tokens of prefill that one running request costs."
+    )
+
+
+PolicySpec = Annotated[LeastLoad | LongestPrefix, Field(discriminator="kind")]
+
+
+class RouterSpec(SpecModel):
+    """The file a router process starts from."""
+
+    name: str = "router-0"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)]
+    model_name: str
+    family: Literal["k2", "k3"] = "k2"
+    thinking: bool = Field(True, description="Whether a request without the field thinks.")
+    vocabulary: Path | None = None
+    workers: tuple[WorkerEndpoint, ...]
+    pools: tuple[PoolEndpoint, ...] = ()
+    policy: PolicySpec = LongestPrefix()
+    call_key: Path
+    api_keys: Path | None = Field(None, description="One API key a line; None: no key is asked.")
+    max_body: Annotated[Bytes, Gt(0)] = 32 * 2**20
+    max_in_flight: PositiveInt = 256
+    default_max_tokens: PositiveInt = 4096
+    request_deadline: Annotated[Seconds, Gt(0)] = 600.0
+    load_interval: Annotated[Seconds, Gt(0)] = 0.2
+    send_stall: Annotated[Seconds, Gt(0)] = Field(
+        30.0, description="A client that reads nothing for this long is dropped."
+    )
+    retries: NonNegativeInt = Field(2, description="Before the first token only.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

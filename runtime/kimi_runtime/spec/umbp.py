@@ -1,0 +1,77 @@
+"""The KV-cache pool daemon's file, and the feed's wire format.
+
+The feed is a stream of JSON lines (`GET /feed?epoch=E&after=S`), the same from a pool daemon and
+from a worker. It starts with a `FeedHello`. If the follower's `(epoch, after)` is still in the
+owner's log, `FeedBatch` lines follow from `after + 1`; otherwise the snapshot comes first, in
+`FeedSnapshotPage` lines, and the batches continue from its `seq`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.spec.request import BlockKeyHex
+from kimi_runtime.units import Bytes, Seconds
+
+TierName = Literal["hbm", "dram", "ssd"]
+
+
+class UmbpSpec(SpecModel):
+    """The file a pool daemon starts from."""
+
+    name: str
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)]
+    socket: Path = Field(description="Unix socket engines of this node connect to.")
+    arena: Path = Field(description="The shared memory file; its folder should be tmpfs or hugetlbfs.")
+    dram_bytes: Annotated[Bytes, Gt(0)]
+    page_bytes: Annotated[Bytes, Gt(0)] = 4096
+    call_key: Path
+    reservation_ttl: Annotated[Seconds, Gt(0)] = 30.0
+    pin_lease: Annotated[Seconds, Gt(0)] = 10.0
+    feed_interval: Annotated[Seconds, Gt(0)] = 0.02
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class FeedHello(SpecModel):
+    """The first line of a feed."""
+
+    kind: Literal["hello"] = "hello"
+    owner: str
+    epoch: NonNegativeInt
+    seq: NonNegativeInt
+    tier: TierName
+    block_tokens: NonNegativeInt = Field(description="0 when the owner does not know it.")
+
+
+class FeedSnapshotPage(SpecModel):
+    """Some of the owner's keys as of `seq`. `last` ends the snapshot."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    epoch: NonNegativeInt
+    seq: NonNegativeInt
+    page: NonNegativeInt
+    last: bool
+    keys: tuple[BlockKeyHex, ...]
+
+
+class FeedEvent(SpecModel):
+    """One change; `clear` forgets every key of the owner in that tier."""
+
+    op: Literal["add", "remove", "clear"]
+    key: BlockKeyHex | None = None
+
+
+class FeedBatch(SpecModel):
+    """Changes `first_seq ...` in order, one sequence number each. Empty: a heartbeat."""
+
+    kind: Literal["batch"] = "batch"
+    epoch: NonNegativeInt
+    first_seq: PositiveInt
+    events: tuple[FeedEvent, ...]
+
+
+FeedLine = Annotated[FeedHello | FeedSnapshotPage | FeedBatch, Field(discriminator="kind")]

@@ -1,0 +1,117 @@
+"""A worker: the file it starts from, what it can do, and what it reports."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.units import Bytes, Seconds
+
+
+class Role(StrEnum):
+    """What a worker is planned for. `BOTH` serves whole requests alone (aggregated)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class RandomWeights(SpecModel):
+    """Weights drawn from a seed: the architecture without its skill."""
+
+    kind: Literal["random"] = "random"
+    config: Path | None = Field(None, description="A Hugging Face config.json; None: kimi-nano's.")
+    seed: int = 0
+
+
+class FileWeights(SpecModel):
+    """A folder with config.json and safetensors."""
+
+    kind: Literal["files"] = "files"
+    path: Path
+
+
+Weights = Annotated[RandomWeights | FileWeights, Field(discriminator="kind")]
+
+
+class EngineLimits(SpecModel):
+    """How much one engine takes on at once."""
+
+    block_tokens: PositiveInt = 64
+    kv_bytes: Annotated[Bytes, Gt(0)] = Field(description="Memory for KV blocks, e.g. 256MiB.")
+    max_running: PositiveInt = 64
+    max_waiting: PositiveInt = Field(256, description="Beyond this a request is refused with 429.")
+    step_tokens: PositiveInt = Field(512, description="Token budget of one step.")
+    max_context_tokens: PositiveInt | None = Field(None, description="None: the model's own.")
+
+
+class WorkerSpec(SpecModel):
+    """The file a worker process starts from."""
+
+    name: str
+    role: Role
+    engine: Literal["kimistack"] = "kimistack"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)]
+    weights: Weights
+    vocabulary: Path | None = Field(None, description="A rank file; None: the test vocabulary.")
+    limits: EngineLimits
+    threads: PositiveInt = 1
+    run_dir: Path = Field(description="Folder for sockets and shared memory; private to the user.")
+    call_key: Path = Field(description="File with the deployment's call key.")
+    umbp_socket: Path | None = Field(None, description="None: no pool.")
+    transfer: Literal["shm", "loopback"] = "shm"
+    hand_off_lease: Annotated[Seconds, Gt(0)] = 30.0
+    pull_deadline: Annotated[Seconds, Gt(0)] = 5.0
+    drain: Annotated[Seconds, Gt(0)] = 10.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Capabilities(SpecModel):
+    """What an adapter advertises; plans are filtered by it."""
+
+    roles: tuple[Role, ...]
+    per_request_roles: bool
+    fetch_source: bool
+    layer_streaming: bool
+    mid_decode_move: bool
+    grammar: bool
+    logprobs: bool
+
+
+class WorkerInfo(SpecModel):
+    """What a worker is: constant for one process (`GET /info`)."""
+
+    name: str
+    role: Role
+    engine: str
+    epoch: NonNegativeInt = Field(description="New for every process start.")
+    revision: str = Field(description="Prefill and decode of different revisions are never paired.")
+    model: str
+    model_digest: str
+    layout: str = Field(description="Digest of dtype, block size and KV geometry.")
+    vocabulary_digest: str
+    block_tokens: PositiveInt
+    block_bytes: PositiveInt
+    max_context_tokens: PositiveInt
+    total_blocks: PositiveInt
+    capabilities: Capabilities
+
+
+class LoadReport(SpecModel):
+    """What a worker has to do right now (`GET /load`)."""
+
+    epoch: NonNegativeInt
+    seq: NonNegativeInt = Field(description="Rises with every report of one epoch.")
+    waiting: NonNegativeInt
+    running: NonNegativeInt
+    queued_tokens: NonNegativeInt = Field(description="Prompt tokens admitted but not computed.")
+    free_blocks: NonNegativeInt = Field(description="Blocks that could be taken, cached ones included.")
+    total_blocks: PositiveInt
+    steps: NonNegativeInt
+    last_request: dict[str, str] = Field({}, description="Newest request id seen, per router.")
+    in_flight: dict[str, NonNegativeInt] = Field({}, description="Running and waiting, per router.")
+    draining: bool = False

@@ -1,0 +1,51 @@
+"""Memory that a transport can register: a view, and the file behind it where there is one."""
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_runtime.errors import CapacityError
+from kimi_runtime.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`view` is writable bytes. `path` is the file it maps from offset 0; None for private memory."""
+
+    view: memoryview
+    path: Path | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the view."""
+        return self.view.nbytes
+
+
+def private_memory(size_bytes: int) -> Memory:
+    """Zeroed memory of this process alone."""
+    return Memory(memoryview(bytearray(size_bytes)))
+
+
+def shared_memory(path: Path, size_bytes: int) -> Memory:
+    """A new file of `size_bytes`, mode 0600, mapped and backed by real pages.
+
+    Raises CapacityError when the file system has no room: without reserved pages a later store
+    would kill the process with SIGBUS.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        except OSError as exc:
+            free = os.statvfs(path.parent)
+            raise CapacityError(
+                f"shared memory file {path}",
+                need=format_bytes(size_bytes),
+                have=f"{format_bytes(free.f_bavail * free.f_frsize)} free",
+                where=str(path.parent),
+                fix="lower the size or free space there",
+            ) from exc
+        return Memory(memoryview(mmap.mmap(descriptor, size_bytes)), path)
+    finally:
+        os.close(descriptor)
