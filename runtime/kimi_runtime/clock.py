@@ -4,7 +4,7 @@ import time
 
 
 def now_s() -> float:
-    """Monotonic seconds of this host: comparable between processes of one host, not across hosts."""
+    """Monotonic seconds: comparable between processes of one host, not across hosts."""
     return time.monotonic()
 
 

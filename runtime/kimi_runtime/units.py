@@ -29,13 +29,15 @@ def parse_bytes(text: str | int | float) -> int:
         raise ValueError(f"a size such as 512GiB is wanted, not {text!r}")
     if isinstance(text, int | float):
         if not math.isfinite(text) or text < 0 or text != int(text):
-            raise ValueError(f"a size is a whole number of bytes or a text like 512GiB, not {text!r}")
+            raise ValueError(
+                f"a size is a whole number of bytes or a text like 512GiB, not {text!r}"
+            )
         return int(text)
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f"{text!r} is no size: write a number with Ki, Mi, Gi, Ti, k, M, G or T, e.g. 512GiB")
+        raise ValueError(f"{text!r} is no size: write e.g. 512GiB, 64Mi, 1.5GB or 4096")
     number, scale, _ = match.groups()
-    value = float(number) * _SCALES[scale or ""] if "." in number else int(number) * _SCALES[scale or ""]
+    value = (float(number) if "." in number else int(number)) * _SCALES[scale or ""]
     if value != int(value):
         raise ValueError(f"{text!r} is no whole number of bytes")
     return int(value)
@@ -81,7 +83,7 @@ def parse_rate(text: str | int | float) -> float:
             raise ValueError(f"{text!r} is no rate: write e.g. 50GB/s")
         return float(parse_bytes(text.rstrip()[:-2]))
     if isinstance(text, bool) or not math.isfinite(text) or text < 0:
-        raise ValueError(f"a rate is a number of bytes per second or a text like 50GB/s, not {text!r}")
+        raise ValueError(f"a rate is bytes per second or a text like 50GB/s, not {text!r}")
     return float(text)
 
 

@@ -1,7 +1,6 @@
 """The worker's wire format: token ids in, token ids out.
 
-`POST /generate` takes a `GenerateRequest` and streams one `GenerateChunk` per line (JSON, UTF-8,
-`\\n`). The last line of a stream that ended well has `finish`; one that failed has `error`. A
+`POST /generate` takes a `GenerateRequest` and streams one `GenerateChunk` per line of JSON. The last line of a stream that ended well has `finish`; one that failed has `error`. A
 stream that ends without either was cut: the client must treat it as failed.
 """
 
@@ -43,12 +42,16 @@ class Sampling(SpecModel):
     presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
-    logit_bias: dict[TokenId, Annotated[float, Ge(-100), Le(100)]] = {}
+    logit_bias: dict[TokenId, Annotated[float, Ge(-100), Le(100)]] = Field({})
     seed: int | None = Field(None, description="Equal seeds give equal ids, whatever the batch.")
-    max_tokens: NonNegativeInt = Field(description="0 computes the prompt's KV and samples nothing.")
+    max_tokens: NonNegativeInt = Field(
+        description="0 computes the prompt's KV and samples nothing."
+    )
     min_tokens: NonNegativeInt = 0
     stop_ids: tuple[TokenId, ...] = ()
-    stop_strings: tuple[str, ...] = Field((), description="Over the decoded text of the output ids.")
+    stop_strings: tuple[str, ...] = Field(
+        (), description="Over the decoded text of the output ids."
+    )
     ignore_eos: bool = False
     logprobs: Annotated[int, Ge(0), Le(20)] | None = Field(
         None, description="None: none. n: the sampled id's and the n most likely ids'."
@@ -91,7 +94,7 @@ class HandOffBlock(SpecModel):
 
 
 class HandOff(SpecModel):
-    """What a prefill worker offers: the KV of `tokens` prompt tokens, pinned until `lease_s` ends."""
+    """What a prefill worker offers: the KV of `tokens` prompt tokens, pinned for `lease_s`."""
 
     ticket: str
     worker: str
@@ -107,7 +110,8 @@ class KvPlan(SpecModel):
     """Where the request's KV comes from and goes to."""
 
     keys: tuple[BlockKeyHex, ...] = Field(
-        (), description="The router's block keys; the worker computes its own and counts a mismatch."
+        (),
+        description="The router's block keys; the worker has its own and counts a mismatch.",
     )
     sources: tuple[str, ...] = Field((), description="Owners to fetch from, best first.")
     take: HandOff | None = Field(None, description="Pull the blocks this worker lacks from here.")

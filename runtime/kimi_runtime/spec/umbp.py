@@ -26,7 +26,9 @@ class UmbpSpec(SpecModel):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)]
     socket: Path = Field(description="Unix socket engines of this node connect to.")
-    arena: Path = Field(description="The shared memory file; its folder should be tmpfs or hugetlbfs.")
+    arena: Path = Field(
+        description="The shared memory file; its folder should be tmpfs or hugetlbfs."
+    )
     dram_bytes: Annotated[Bytes, Gt(0)]
     page_bytes: Annotated[Bytes, Gt(0)] = 4096
     call_key: Path

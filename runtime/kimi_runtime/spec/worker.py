@@ -109,7 +109,9 @@ class LoadReport(SpecModel):
     waiting: NonNegativeInt
     running: NonNegativeInt
     queued_tokens: NonNegativeInt = Field(description="Prompt tokens admitted but not computed.")
-    free_blocks: NonNegativeInt = Field(description="Blocks that could be taken, cached ones included.")
+    free_blocks: NonNegativeInt = Field(
+        description="Blocks that could be taken, cached ones included."
+    )
     total_blocks: PositiveInt
     steps: NonNegativeInt
     last_request: dict[str, str] = Field({}, description="Newest request id seen, per router.")

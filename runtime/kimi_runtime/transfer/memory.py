@@ -11,7 +11,7 @@ from kimi_runtime.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`view` is writable bytes. `path` is the file it maps from offset 0; None for private memory."""
+    """`view` is writable bytes. `path` is the file it maps from offset 0; None: private."""
 
     view: memoryview
     path: Path | None = None

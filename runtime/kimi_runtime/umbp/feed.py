@@ -1,0 +1,226 @@
+"""What an owner holds, told to whoever follows: a numbered log with snapshots.
+
+`FeedLog` is the owner's side, `FeedFollower` the other. Both are pure: no I/O, no clock. The wire
+format is `spec.umbp.FeedLine`, one JSON text a line. A follower that has applied everything up to
+`seq` of the same epoch is EXACT; after a gap, before the snapshot's end or while disconnected it is
+DEGRADED: what it says may be wrong, which costs a miss.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+
+from pydantic import TypeAdapter
+
+from kimi_runtime.errors import ProtocolError
+from kimi_runtime.spec.umbp import (
+    FeedBatch,
+    FeedEvent,
+    FeedHello,
+    FeedLine,
+    FeedSnapshotPage,
+    TierName,
+)
+from kimi_runtime.umbp.keys import hex_keys
+
+SNAPSHOT_PAGE_KEYS = 4096
+BATCH_EVENTS = 1024
+
+_LINE: TypeAdapter[FeedHello | FeedSnapshotPage | FeedBatch] = TypeAdapter(FeedLine)
+
+
+def encode_line(line: FeedHello | FeedSnapshotPage | FeedBatch) -> bytes:
+    """One line of a feed, newline included."""
+    return line.model_dump_json().encode() + b"\n"
+
+
+def decode_line(line: bytes | str) -> FeedHello | FeedSnapshotPage | FeedBatch:
+    """Parse one line of a feed; ProtocolError if it is none."""
+    try:
+        return _LINE.validate_json(line)
+    except ValueError as exc:
+        raise ProtocolError(f"a feed line does not parse: {exc}") from exc
+
+
+class FeedLog:
+    """The owner's held keys and its last `keep_events` changes. Adding twice changes nothing."""
+
+    def __init__(
+        self,
+        owner: str,
+        *,
+        epoch: int,
+        tier: TierName,
+        block_tokens: int = 0,
+        keep_events: int = 65_536,
+    ) -> None:
+        self.owner, self.epoch, self.tier, self.block_tokens = owner, epoch, tier, block_tokens
+        self.seq = 0
+        self._held: dict[bytes, None] = {}
+        self._events: deque[FeedEvent] = deque(maxlen=keep_events)
+
+    def __len__(self) -> int:
+        """How many keys are held."""
+        return len(self._held)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the key is held."""
+        return key in self._held
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """The owner now holds `keys`."""
+        for key in keys:
+            if key not in self._held:
+                self._held[key] = None
+                self._append(FeedEvent(op="add", key=key.hex()))
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """The owner no longer holds `keys`; keys it did not hold are passed over."""
+        for key in keys:
+            if key in self._held:
+                del self._held[key]
+                self._append(FeedEvent(op="remove", key=key.hex()))
+
+    def clear(self) -> None:
+        """The owner holds nothing any more."""
+        self._held.clear()
+        self._append(FeedEvent(op="clear"))
+
+    def hello(self) -> FeedHello:
+        """The first line for a new follower."""
+        return FeedHello(
+            owner=self.owner,
+            epoch=self.epoch,
+            seq=self.seq,
+            tier=self.tier,
+            block_tokens=self.block_tokens,
+        )
+
+    def resumes(self, epoch: int | None, after: int) -> bool:
+        """Whether a follower at `(epoch, after)` can go on without a snapshot."""
+        return epoch == self.epoch and self.seq - len(self._events) <= after <= self.seq
+
+    def snapshot(self) -> Iterator[FeedSnapshotPage]:
+        """The held keys as of now, in pages; the last page has `last`, even if it is empty.
+
+        Taken whole before the first page is yielded, so later changes do not leak into it.
+        """
+        seq, held = self.seq, list(self._held)
+        pages = [
+            held[start : start + SNAPSHOT_PAGE_KEYS]
+            for start in range(0, len(held), SNAPSHOT_PAGE_KEYS)
+        ] or [[]]
+        for number, page in enumerate(pages):
+            yield FeedSnapshotPage(
+                epoch=self.epoch,
+                seq=seq,
+                page=number,
+                last=number == len(pages) - 1,
+                keys=hex_keys(page),
+            )
+
+    def batch_after(self, after: int) -> FeedBatch | None:
+        """The next changes after `after`, at most `BATCH_EVENTS`; an empty batch if there are none.
+
+        None if they are no longer in the log: the follower needs a snapshot.
+        """
+        if not self.resumes(self.epoch, after):
+            return None
+        start = len(self._events) - (self.seq - after)
+        count = min(BATCH_EVENTS, self.seq - after)
+        events = tuple(self._events[position] for position in range(start, start + count))
+        return FeedBatch(epoch=self.epoch, first_seq=after + 1, events=events)
+
+    def _append(self, event: FeedEvent) -> None:
+        self.seq += 1
+        self._events.append(event)
+
+
+class FollowState(StrEnum):
+    """How far a follower's copy can be trusted."""
+
+    EXACT = "exact"
+    DEGRADED = "degraded"
+
+
+class FeedFollower:
+    """One owner's keys as its feed told them. Never claims EXACT for what it may have missed."""
+
+    def __init__(self) -> None:
+        self.owner = ""
+        self.tier: TierName | None = None
+        self.epoch: int | None = None
+        self.seq = 0
+        self.state = FollowState.DEGRADED
+        self.keys: set[bytes] = set()
+        self._pages: list[bytes] = []
+        self._next_page = 0
+        self._target_seq = 0
+
+    def resume_point(self) -> tuple[int | None, int]:
+        """`(epoch, after)` to ask the owner for on a new connection."""
+        return self.epoch, self.seq
+
+    def apply(self, line: FeedHello | FeedSnapshotPage | FeedBatch) -> bool:
+        """Take one line in. False: there is a gap, reconnect from `resume_point()`."""
+        match line:
+            case FeedHello():
+                return self._hello(line)
+            case FeedSnapshotPage():
+                return self._snapshot_page(line)
+            case FeedBatch():
+                return self._batch(line)
+
+    def disconnected(self) -> None:
+        """The stream ended: keep the keys, stop trusting them."""
+        self.state = FollowState.DEGRADED
+
+    def _hello(self, hello: FeedHello) -> bool:
+        self._pages, self._next_page = [], 0
+        self.owner, self.tier, self._target_seq = hello.owner, hello.tier, hello.seq
+        if hello.epoch != self.epoch or self.seq > hello.seq:
+            self.epoch, self.seq = hello.epoch, 0
+            self.keys.clear()  # a restarted owner holds none of what it held before
+            self.state = FollowState.DEGRADED
+        elif self.seq == hello.seq:
+            self.state = FollowState.EXACT
+        return True
+
+    def _snapshot_page(self, page: FeedSnapshotPage) -> bool:
+        if page.epoch != self.epoch or page.page != self._next_page:
+            return self._gap()
+        self._pages.extend(bytes.fromhex(key) for key in page.keys)
+        self._next_page += 1
+        if page.last:
+            self.keys = set(self._pages)
+            self.seq = page.seq
+            self._pages, self._next_page = [], 0
+            self._trust_if_caught_up()
+        return True
+
+    def _batch(self, batch: FeedBatch) -> bool:
+        if batch.epoch != self.epoch or batch.first_seq > self.seq + 1:
+            return self._gap()
+        for number, event in enumerate(batch.events, start=batch.first_seq):
+            if number <= self.seq:
+                continue  # sent twice
+            self.seq = number
+            if event.op == "clear":
+                self.keys.clear()
+            elif event.key is None:
+                raise ProtocolError(f"a feed event {event.op!r} without its key")
+            elif event.op == "add":
+                self.keys.add(bytes.fromhex(event.key))
+            else:
+                self.keys.discard(bytes.fromhex(event.key))
+        self._trust_if_caught_up()
+        return True
+
+    def _trust_if_caught_up(self) -> None:
+        if self.seq >= self._target_seq:
+            self.state = FollowState.EXACT
+
+    def _gap(self) -> bool:
+        self.state = FollowState.DEGRADED
+        self.epoch, self.seq = None, 0  # resume_point now asks for a snapshot
+        return False
