@@ -1,7 +1,8 @@
 """The worker's wire format: token ids in, token ids out.
 
-`POST /generate` takes a `GenerateRequest` and streams one `GenerateChunk` per line of JSON. The last line of a stream that ended well has `finish`; one that failed has `error`. A
-stream that ends without either was cut: the client must treat it as failed.
+`POST /generate` takes a `GenerateRequest` and streams one `GenerateChunk` per line of JSON. The
+last line of a stream that ended well has `finish`; one that failed has `error`. A stream that ends
+without either was cut: the client must treat it as failed.
 """
 
 from enum import StrEnum
@@ -111,7 +112,7 @@ class KvPlan(SpecModel):
 
     keys: tuple[BlockKeyHex, ...] = Field(
         (),
-        description="The router's block keys; the worker has its own and counts a mismatch.",
+        description="The router's keys; the worker has its own and counts a mismatch.",
     )
     sources: tuple[str, ...] = Field((), description="Owners to fetch from, best first.")
     take: HandOff | None = Field(None, description="Pull the blocks this worker lacks from here.")

@@ -1,0 +1,68 @@
+"""One step of the engine, as integers: what the scheduler decides and the runner computes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kimi_runtime.engine.sampler import RequestSampler
+from kimi_runtime.spec.request import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens `start .. start + len(ids)` of one request, computed in this step.
+
+    `blocks` is the request's block table: block `blocks[p // block_tokens]` holds the KV of
+    position p. It covers every position up to the row's last one. Positions before `start` are
+    already there.
+    """
+
+    request: int
+    start: int
+    ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    sample: bool
+    """Draw the next id from the logits after the row's last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What to compute now. Rows are independent of each other; each request has at most one."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(len(row.ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The id drawn for a row with `sample`."""
+
+    request: int
+    id: int
+    logprob: TokenLogprob | None = None
+
+
+class Runner(Protocol):
+    """Computes steps. Blocks until the step is done; called from one thread at a time."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers."""
+
+    @property
+    def layer_group_bytes(self) -> tuple[int, ...]:
+        """Sizes of the layer groups inside a block, in order; they sum to `block_bytes`."""
+
+    def run(self, plan: StepPlan, samplers: Mapping[int, RequestSampler]) -> Sequence[Sampled]:
+        """Compute every row's KV and draw ids for the rows with `sample`, in row order.
+
+        `samplers` has an entry for each request with `sample`; the caller tells the sampler what
+        was accepted afterwards, `run` does not.
+        """
+
+    def block(self, number: int) -> memoryview:
+        """The writable bytes of a KV block (`block_bytes` long), valid as long as the runner."""
