@@ -1,0 +1,59 @@
+# The commands of the project. `make up` and `make test` set up what they need in .venv.
+# PYTHON: the interpreter that makes .venv. TORCH_INDEX: an index with CPU builds of PyTorch
+# (PyTorch's "Get started" page names it); without it pip takes what the default index has.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+FILE ?= examples/kimi-nano.yaml
+BIN := $(VENV)/bin
+PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: up down status test check fix generate e2e bench dist clean
+
+$(VENV)/.run-stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_INDEX) -c constraints.txt -e '.[engine]'
+	touch $@
+
+$(VENV)/.dev-stamp: $(VENV)/.run-stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_INDEX) -c constraints.txt -e '.[operator,engine,kernels,dev]'
+	touch $@
+
+up: $(VENV)/.run-stamp
+	$(BIN)/kimistack up --detach -f $(FILE)
+
+down: $(VENV)/.run-stamp
+	$(BIN)/kimistack down -f $(FILE)
+
+status: $(VENV)/.run-stamp
+	$(BIN)/kimistack status
+
+test: $(VENV)/.dev-stamp
+	$(BIN)/pytest $(ARGS)
+
+check: $(VENV)/.dev-stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate --check
+
+fix: $(VENV)/.dev-stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+generate: $(VENV)/.dev-stamp
+	$(BIN)/python scripts/generate
+
+e2e: $(VENV)/.dev-stamp
+	$(BIN)/pytest e2e/local $(ARGS)
+
+bench: $(VENV)/.dev-stamp
+	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+
+dist: $(VENV)/.dev-stamp
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) dist build
