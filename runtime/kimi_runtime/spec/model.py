@@ -1,8 +1,9 @@
 """What a Kimi model is made of: dimensions and nothing else.
 
 `ModelSpec` is what the engine builds modules from, what the pool computes block sizes from and what
-the operator's preflight adds up. The published models are in `spec.published`, files are read by
-`spec.config_file`, derived figures (bytes per token, parameters, bytes per GPU) are in `spec.sizes`.
+the operator's preflight adds up. The published models are in `spec.published`, Hugging Face files
+are read by `spec.config_file`, derived figures (bytes per token and state, parameters) are in
+`spec.sizes`, what one GPU holds of them in `spec.parallel`.
 """
 
 import math
@@ -217,9 +218,10 @@ class ModelSpec(SpecModel):
 
     @property
     def attention_scale(self) -> float:
-        """What MLA scores are multiplied by: qk_dim^-0.5 m^2, m = 0.1 mscale_all_dim ln(factor) + 1.
+        """What MLA scores are multiplied by: qk_dim^-0.5 m^2.
 
-        The factor m^2 is YaRN's (DeepSeek-V2's attention code); 1 without YaRN.
+        m = 0.1 mscale_all_dim ln(factor) + 1 is YaRN's, as DeepSeek-V2's attention code applies it
+        (2.00474 = m^2 for factor 64); 1 without YaRN.
         """
         yarn = self.rope.yarn if self.rope else None
         m = 0.1 * yarn.mscale_all_dim * math.log(yarn.factor) + 1.0 if yarn else 1.0
