@@ -1,8 +1,9 @@
 """What the worker's HTTP face needs of an engine, whichever engine it is."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.spec.request import GenerateChunk, GenerateRequest
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 from kimi_runtime.umbp.feed import FeedLog
@@ -22,7 +23,7 @@ class Adapter(Protocol):
     def load(self) -> LoadReport:
         """What it has to do right now; every call raises `seq`."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Run one request and yield chunks; the last has `finish`.
 
         With `kv.offer` nothing is sampled and the last chunk has `hand_off`, whose blocks stay
@@ -30,6 +31,9 @@ class Adapter(Protocol):
         frees everything the request holds at once. Raises RequestError for a request it can never
         serve, Overloaded when its queue is full, DeadlineExceeded after `deadline_ms`.
         """
+
+    def counters(self) -> EngineCounters:
+        """A snapshot of what it has done since it started."""
 
     async def release(self, ticket: str) -> bool:
         """End a hand-off; False if the ticket is unknown or already ended."""

@@ -1,0 +1,401 @@
+"""An engine without a model: it answers from a script, with a pace, and with the faults asked for.
+
+It stands in for a real engine wherever the ids matter and the mathematics does not: router tests,
+simulations, and replays of recorded conversations. It keeps the real engine's promises: the
+prefix cache is an LRU of real block keys with a feed, hand-offs are tickets with leases, full
+queues refuse, deadlines and cancellation free everything.
+"""
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from kimi_runtime import clock
+from kimi_runtime.engine.adapters.scripts import Reply, Script
+from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.intake import Intake
+from kimi_runtime.errors import DeadlineExceeded, KimistackError, Overloaded, RequestError
+from kimi_runtime.spec.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    HandOff,
+    HandOffBlock,
+    KvUsage,
+    RegionRef,
+    TokenLogprob,
+)
+from kimi_runtime.spec.worker import Capabilities, LoadReport, Role, WorkerInfo
+from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.keys import block_keys, root_key
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the stand-in is. The default takes no time at all."""
+
+    prefill_tokens_per_s: float = math.inf
+    output_ids_per_s: float = math.inf
+    ids_per_chunk: int = 1
+
+
+def scripted_info(
+    name: str,
+    role: Role = Role.BOTH,
+    *,
+    epoch: int = 1,
+    block_tokens: int = 64,
+    total_blocks: int = 4096,
+    max_context_tokens: int = 131_072,
+    vocabulary_digest: str = "",
+) -> WorkerInfo:
+    """What a scripted worker says it is. Workers built with the same arguments can be paired."""
+    return WorkerInfo(
+        name=name,
+        role=role,
+        engine="scripted",
+        epoch=epoch,
+        revision="scripted",
+        model="scripted",
+        model_digest="scripted",
+        layout=f"scripted/{block_tokens}",
+        vocabulary_digest=vocabulary_digest,
+        block_tokens=block_tokens,
+        block_bytes=block_tokens,
+        max_context_tokens=max_context_tokens,
+        total_blocks=total_blocks,
+        capabilities=Capabilities(
+            roles=tuple(Role),
+            per_request_roles=True,
+            fetch_source=False,
+            layer_streaming=False,
+            mid_decode_move=False,
+            grammar=True,
+            logprobs=True,
+        ),
+    )
+
+
+class _HeldBlocks:
+    """The keys of the last `capacity` blocks used, told to the feed."""
+
+    def __init__(self, feed: FeedLog, capacity: int) -> None:
+        self._feed, self._capacity = feed, capacity
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of `keys` held."""
+        return next((n for n, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):  # a chain is forgotten from its end
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        self._feed.add(keys)
+        while len(self._keys) > self._capacity:
+            self._feed.remove([self._keys.popitem(last=False)[0]])
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One request on its way through `ScriptedAdapter.generate`."""
+
+    request: GenerateRequest
+    reply: Reply
+    usage: KvUsage = field(default_factory=KvUsage)
+    sent: int = 0
+
+
+class ScriptedAdapter:
+    """An `Adapter` that answers from `script`.
+
+    `pool_key` names its blocks as the deployment's other workers do. At most `max_running`
+    requests run at once, at most `max_waiting` more wait; the next is refused. The script is
+    trusted to obey a request's grammar.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        script: Script,
+        *,
+        pace: Pace | None = None,
+        pool_key: bytes = b"scripted",
+        max_running: int = 64,
+        max_waiting: int = 256,
+        lease_s: float = 30.0,
+        release_url: str = "",
+    ) -> None:
+        self._info, self._script, self._pace = info, script, pace or Pace()
+        self._pool_key, self._max_waiting = pool_key, max_waiting
+        self._lease_s, self._release_url = lease_s, release_url
+        self._feed = FeedLog(
+            info.name, epoch=info.epoch, tier="hbm", block_tokens=info.block_tokens
+        )
+        self._held = _HeldBlocks(self._feed, info.total_blocks)
+        self._intake = Intake(info.name)
+        self._slots = asyncio.Semaphore(max_running)
+        self._stopped = asyncio.Event()
+        self._tickets: dict[str, float] = {}
+        self._tickets_given = 0
+        self._queued_tokens = 0
+        self._counters = EngineCounters()
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What this worker is; constant."""
+        return self._info
+
+    @property
+    def feed(self) -> FeedLog:
+        """The blocks it claims to hold."""
+        return self._feed
+
+    def counters(self) -> EngineCounters:
+        """A snapshot of what it has done."""
+        return self._counters.copy()
+
+    def load(self) -> LoadReport:
+        """What it has to do right now; every call raises `seq`."""
+        return LoadReport(
+            epoch=self._info.epoch,
+            seq=self._intake.next_seq(),
+            waiting=self._counters.waiting,
+            running=self._counters.running,
+            queued_tokens=self._queued_tokens,
+            free_blocks=self._info.total_blocks,
+            total_blocks=self._info.total_blocks,
+            steps=self._counters.steps,
+            last_request=dict(self._intake.last_request),
+            in_flight=dict(self._intake.in_flight),
+            draining=self._intake.draining,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        """Answer from the script; see `Adapter.generate`."""
+        deadline_s = clock.now_s() + request.deadline_ms / 1000
+        ended = "left"
+        with self._intake.entered(request):
+            self._admit(request)
+            chunks = self._run(_Lane(request, self._script(request)))
+            try:
+                while True:
+                    chunk = await self._next(chunks, request, deadline_s)
+                    if chunk is None:
+                        return
+                    if chunk.finish is not None:
+                        ended = chunk.finish
+                    yield chunk
+            except DeadlineExceeded:
+                ended = "late"
+                raise
+            except KimistackError:
+                ended = "failed"
+                raise
+            finally:
+                await chunks.aclose()
+                self._counters.finished[ended] += 1
+
+    async def release(self, ticket: str) -> bool:
+        """End a hand-off; False if the ticket is unknown, ended or past its lease."""
+        expires_s = self._tickets.pop(ticket, None)
+        if expires_s is None or expires_s < clock.now_s():
+            return False
+        self._counters.hand_offs_released += 1
+        return True
+
+    async def drain(self, *, within_s: float) -> None:
+        """Refuse new requests, let the running ones finish, then cancel them."""
+        self._intake.draining = True
+        if not await self._intake.emptied(within_s=within_s):
+            self._stopped.set()
+
+    async def aclose(self) -> None:
+        """Cancel everything and forget every block."""
+        self._intake.draining = True
+        self._stopped.set()
+        self._tickets.clear()
+        self._feed.clear()
+
+    def _admit(self, request: GenerateRequest) -> None:
+        limit = self._info.max_context_tokens
+        if len(request.ids) + request.sampling.max_tokens > limit:
+            self._counters.refused["invalid_request_error"] += 1
+            raise RequestError(
+                f"{len(request.ids)} prompt tokens and max_tokens {request.sampling.max_tokens} "
+                f"pass the context of {limit} tokens; send less or lower max_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if self._slots.locked() and self._counters.waiting >= self._max_waiting:
+            self._counters.refused["rate_limit_error"] += 1
+            raise Overloaded(
+                f"worker {self._info.name} has {self._counters.running} requests running and "
+                f"{self._counters.waiting} waiting, as many as it takes; try again later",
+                retry_after_s=1.0,
+            )
+
+    async def _next(
+        self,
+        chunks: AsyncGenerator[GenerateChunk, None],
+        request: GenerateRequest,
+        deadline_s: float,
+    ) -> GenerateChunk | None:
+        """The next chunk; None at the end. DeadlineExceeded at the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s - clock.now_s()):
+                return await anext(chunks, None)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(
+                f"request {request.request_id} was not done after {request.deadline_ms} ms"
+            ) from exc
+
+    async def _run(self, lane: _Lane) -> AsyncGenerator[GenerateChunk, None]:
+        prompt = len(lane.request.ids)
+        self._counters.waiting += 1
+        self._queued_tokens += prompt
+        try:
+            await self._slots.acquire()
+        finally:
+            self._counters.waiting -= 1
+            self._queued_tokens -= prompt
+        self._counters.running += 1
+        try:
+            lane.usage = await self._prefill(lane.request)
+            if lane.request.kv.offer:
+                await self._fault(lane.reply, 0)
+                yield self._hand_off(lane)
+            else:
+                async for chunk in self._decode(lane):
+                    yield chunk
+        finally:
+            self._counters.running -= 1
+            self._slots.release()
+
+    async def _prefill(self, request: GenerateRequest) -> KvUsage:
+        info, size = self._info, len(request.ids)
+        root = root_key(
+            self._pool_key,
+            model_digest=info.model_digest,
+            layout=info.layout,
+            adapter=request.adapter,
+            tenant=request.tenant,
+        )
+        keys = block_keys(self._pool_key, root, request.ids, info.block_tokens)
+        hbm = min(self._held.leading(keys) * info.block_tokens, size - 1)
+        taken = request.kv.take
+        hand_off = 0
+        if taken is not None and taken.layout == info.layout:
+            hand_off = max(0, min(taken.tokens, size - 1) - hbm)
+            self._counters.hand_offs_taken += 1
+        computed = size - hbm - hand_off
+        usage = KvUsage(
+            hbm_tokens=hbm,
+            hand_off_tokens=hand_off,
+            computed_tokens=computed,
+            hand_off_bytes=hand_off * info.block_bytes // info.block_tokens,
+        )
+        self._counters.count_prompt(usage)
+        self._counters.hand_off_bytes += usage.hand_off_bytes
+        await self._work(computed / self._pace.prefill_tokens_per_s)
+        self._held.use(keys)
+        return usage
+
+    def _hand_off(self, lane: _Lane) -> GenerateChunk:
+        info = self._info
+        self._tickets_given += 1
+        self._counters.hand_offs_offered += 1
+        ticket = f"{info.name}-{info.epoch}-{self._tickets_given}"
+        self._tickets[ticket] = clock.now_s() + self._lease_s
+        sizes = [info.block_tokens] * (len(lane.request.ids) // info.block_tokens)
+        if tail := len(lane.request.ids) % info.block_tokens:
+            sizes.append(tail)
+        blocks = tuple(
+            HandOffBlock(
+                key=None,
+                offset=number * info.block_bytes,
+                size_bytes=info.block_bytes,
+                tokens=tokens,
+                tags=(),
+            )
+            for number, tokens in enumerate(sizes)
+        )
+        hand_off = HandOff(
+            ticket=ticket,
+            worker=info.name,
+            release_url=self._release_url,
+            layout=info.layout,
+            region=RegionRef(
+                transport="scripted",
+                peer=info.name,
+                address="",
+                key=self._tickets_given,
+                size_bytes=len(sizes) * info.block_bytes,
+                epoch=info.epoch,
+            ),
+            tokens=len(lane.request.ids),
+            blocks=blocks,
+            lease_s=self._lease_s,
+        )
+        return GenerateChunk(finish=FinishReason.HANDED_OFF, usage=lane.usage, hand_off=hand_off)
+
+    async def _decode(self, lane: _Lane) -> AsyncGenerator[GenerateChunk, None]:
+        sampling = lane.request.sampling
+        chunk: list[int] = []
+        finish = FinishReason.LENGTH
+        ids = iter(lane.reply.ids)
+        while (count := lane.sent + len(chunk)) < sampling.max_tokens:
+            if chunk and lane.reply.faulty_at(count):
+                yield self._chunk(lane, chunk)
+                chunk = []
+            await self._fault(lane.reply, count)
+            if count == lane.reply.cut_after:
+                return
+            number = None if self._stopped.is_set() else next(ids, None)
+            if number is None:
+                stopped = self._stopped.is_set()
+                finish = FinishReason.CANCELLED if stopped else lane.reply.finish
+                break
+            chunk.append(number)
+            if number in sampling.stop_ids and count >= sampling.min_tokens:
+                finish = FinishReason.STOP
+                break
+            if len(chunk) == self._pace.ids_per_chunk:
+                await self._work(len(chunk) / self._pace.output_ids_per_s)
+                yield self._chunk(lane, chunk)
+                chunk = []
+        yield self._chunk(lane, chunk, finish)
+
+    async def _fault(self, reply: Reply, count: int) -> None:
+        """What the script wants to go wrong once `count` ids were sent."""
+        if reply.error is not None and count >= reply.fail_after:
+            raise reply.error
+        if count == reply.stall_after:
+            await self._stopped.wait()
+
+    def _chunk(
+        self, lane: _Lane, ids: Sequence[int], finish: FinishReason | None = None
+    ) -> GenerateChunk:
+        asked = lane.request.sampling.logprobs
+        logprobs = tuple(
+            TokenLogprob(id=number, logprob=0.0, top=((number, 0.0),) if asked else ())
+            for number in (ids if asked is not None else ())
+        )
+        usage = lane.usage if lane.sent == 0 or finish is not None else None
+        lane.sent += len(ids)
+        self._counters.steps += 1
+        self._counters.output_tokens += len(ids)
+        return GenerateChunk(ids=tuple(ids), logprobs=logprobs, finish=finish, usage=usage)
+
+    async def _work(self, seconds: float) -> None:
+        """Take the time; less if the adapter stops. Others run even if it takes none."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopped.wait()
+        except TimeoutError:
+            return
