@@ -143,7 +143,7 @@ class TokenLogprob(SpecModel):
 
 
 class KvUsage(SpecModel):
-    """Where the prompt's tokens came from; the sum is the prompt's length less what was computed."""
+    """Where the KV of the prompt's tokens came from; the four token counts add up to the prompt."""
 
     hbm_tokens: NonNegativeInt = 0
     pool_tokens: NonNegativeInt = 0
