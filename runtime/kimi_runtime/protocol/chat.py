@@ -55,6 +55,8 @@ class Chat:
     choice: Literal["auto", "none", "required"] | NamedChoice = "auto"
     thinking: bool = True
     parallel_calls: bool = True
+    keep_reasoning: bool = False
+    """Render every turn's reasoning, not only that of the turns after the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class Rendered:
 
     `pending` counts the ids at the end that official usage numbers leave out (the generation
     stub's tail). `boundaries` are positions after a special token at the end of a message: the
-    ids before one are the same in every later turn that keeps those messages.
+    ids before one are the same in every later turn that keeps those messages and renders their
+    reasoning alike.
     """
 
     ids: tuple[int, ...]
