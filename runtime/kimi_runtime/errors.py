@@ -83,6 +83,10 @@ class Unavailable(KimistackError):
     type = "service_unavailable"
 
 
+class WorkerFailed(Unavailable):
+    """A worker can't be reached, broke off its answer or sent nonsense: another one may serve."""
+
+
 class DeadlineExceeded(KimistackError):
     """A wait ended by its deadline (HTTP 504)."""
 
@@ -112,6 +116,10 @@ class TransferCancelled(TransferError):
 
 class KvCorrupt(KimistackError):
     """KV bytes do not match their tag: they must not be used (a miss, and counted)."""
+
+
+class KernelUnavailable(KimistackError):
+    """A kernel was asked to run where there is no GPU or no Triton: the reference runs anywhere."""
 
 
 class ProtocolError(KimistackError):
