@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kimi_runtime.engine.sampler import RequestSampler
+from kimi_runtime.errors import KimistackError
 from kimi_runtime.spec.request import TokenLogprob
+
+if TYPE_CHECKING:  # numpy stays out of whoever only plans
+    from kimi_runtime.engine.sampler import RequestSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,20 @@ class Sampled:
     logprob: TokenLogprob | None = None
 
 
+class RowsFailed(KimistackError):
+    """Some rows of a step came to nothing; the others are as if those had not been there.
+
+    `errors` has the reason for each failed request, `sampled` what the rest drew, in row order. The
+    KV of a failed request must not be used again.
+    """
+
+    def __init__(self, errors: Mapping[int, KimistackError], sampled: Sequence[Sampled]) -> None:
+        reasons = "; ".join(f"request {number}: {error}" for number, error in errors.items())
+        super().__init__(f"{len(errors)} of the step's rows failed: {reasons}")
+        self.errors = dict(errors)
+        self.sampled = tuple(sampled)
+
+
 class Runner(Protocol):
     """Computes steps. Blocks until the step is done; called from one thread at a time."""
 
@@ -57,11 +74,12 @@ class Runner(Protocol):
     def layer_group_bytes(self) -> tuple[int, ...]:
         """Sizes of the layer groups inside a block, in order; they sum to `block_bytes`."""
 
-    def run(self, plan: StepPlan, samplers: Mapping[int, RequestSampler]) -> Sequence[Sampled]:
+    def run(self, plan: StepPlan, samplers: Mapping[int, "RequestSampler"]) -> Sequence[Sampled]:
         """Compute every row's KV and draw ids for the rows with `sample`, in row order.
 
         `samplers` has an entry for each request with `sample`; the caller tells the sampler what
-        was accepted afterwards, `run` does not.
+        was accepted afterwards, `run` does not. Raises RowsFailed when some rows have no finite
+        result or nothing they may draw; the other rows' ids are in it.
         """
 
     def block(self, number: int) -> memoryview:
