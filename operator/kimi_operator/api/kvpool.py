@@ -1,0 +1,66 @@
+"""The KV-cache pool (UMBP): one daemon per node that has a pod of a role that uses it."""
+
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Gt
+from pydantic import Field
+
+from kimi_operator.api.base import ApiModel, Folder, Rule, presettable
+from kimi_operator.api.roles import RoleName
+from kimi_runtime.units import Bytes, Rate
+
+
+class SsdTier(ApiModel):
+    """The pool's log on local SSD."""
+
+    path: Folder = Field(description="Folder on the node's SSD, private to the deployment.")
+    capacity: Annotated[Bytes, Gt(0)] = Field(description="Space it may take, e.g. 4TiB.")
+    write_rate: Annotated[Rate, Gt(0)] | None = Field(
+        None, description="The most that is written, e.g. 500MB/s; none: as much as fits."
+    )
+
+    rules: ClassVar = (
+        Rule(
+            "path must be absolute",
+            lambda m: m.path.startswith("/"),
+            "self.path.startsWith('/')",
+            field="path",
+        ),
+    )
+
+
+class KvPool(ApiModel):
+    """KV cache beyond the GPUs' memory, verified on every read."""
+
+    enabled: bool = presettable(True, "false: no pool; KV lives in the GPUs only.")
+    roles: Annotated[tuple[RoleName, ...], Field(max_length=2)] = presettable(
+        ("prefill", "decode"), "Roles whose pods use the pool."
+    )
+    dram: Annotated[Bytes, Gt(0)] | None = presettable(
+        None, "Host memory of one node's daemon, e.g. 512GiB; at most half of the node's."
+    )
+    page: Annotated[Bytes, Gt(0)] = presettable(4096, "Size of a page of the arena.")
+    ssd: SsdTier | None = Field(None, description="Also keep blocks on SSD.")
+    hugepages: Literal["None", "2Mi", "1Gi"] = presettable(
+        "None", "Back the arena with huge pages of this size."
+    )
+    socket_dir: Folder = Field(
+        "/run/kimistack", description="Folder on the node that daemon and engines share."
+    )
+    gpu_access: Literal["None", "HipIpc"] = Field(
+        "None", description="HipIpc: the daemon maps the engines' GPU memory; needs privilege."
+    )
+    update_strategy: Literal["OnDelete", "Coordinated"] = Field(
+        "Coordinated",
+        description="Coordinated: a node's daemon is replaced together with its engines' drain. "
+        "OnDelete: when its pod is deleted.",
+    )
+
+    rules: ClassVar = (
+        Rule(
+            "roles must name at least one role; write enabled: false to have no pool",
+            lambda m: bool(m.roles),
+            "!has(self.roles) || size(self.roles) > 0",
+            field="roles",
+        ),
+    )
