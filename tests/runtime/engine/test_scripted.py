@@ -62,11 +62,10 @@ async def test_an_endless_script_ends_at_max_tokens_or_a_stop_id():
 
 async def test_a_scripted_error_comes_after_the_ids_before_it():
     engine = adapter(lambda _: Reply(range(9), error=Unavailable("down"), fail_after=3))
-    seen: list[int] = []
+    chunks = engine.generate(request())
+    assert [(await anext(chunks)).ids for _ in range(3)] == [(0,), (1,), (2,)]
     with pytest.raises(Unavailable, match="down"):
-        async for chunk in engine.generate(request()):
-            seen.extend(chunk.ids)
-    assert seen == [0, 1, 2]
+        await anext(chunks)
     assert engine.load().running == 0
 
 

@@ -1,0 +1,96 @@
+"""A request as the scheduler sees it: tokens known, tokens computed, and blocks in between.
+
+There is no prefill phase and no decode phase. A prompt makes many tokens known at once, a sampled
+id makes one more known, and a step computes some of what is known. Pure integers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kimi_runtime.spec.request import KvUsage, Priority
+from kimi_runtime.umbp.keys import next_key
+
+Fetched = Literal["pool", "hand_off"]
+
+
+class KeyChain:
+    """The keys of the full blocks of a growing list of ids; each block is hashed once."""
+
+    def __init__(self, pool_key: bytes, root: bytes, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.keys: list[bytes] = []
+        self._pool_key, self._last = pool_key, root
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """`ids` is the whole list as it is now; it begins with what was given before."""
+        size = self.block_tokens
+        for start in range(len(self.keys) * size, len(ids) - size + 1, size):
+            self._last = next_key(self._pool_key, self._last, ids[start : start + size])
+            self.keys.append(self._last)
+
+
+def rank_of(priority: Priority, arrived_s: float, *, background_delay_s: float) -> float:
+    """Who goes first: the lower rank.
+
+    A background request goes behind every interactive one that arrives within
+    `background_delay_s` after it and before all later ones. Ranks are fixed and later arrivals
+    have higher ones, so everybody's turn comes.
+    """
+    return arrived_s + (background_delay_s if priority is Priority.BACKGROUND else 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`tokens` are known, the first `computed` of them have their KV in `blocks`.
+
+    With `samples`, the last known token is always computed, never taken from a cache, because the
+    next id comes from its logits. Block `i` of `fetched` was brought in from elsewhere.
+    """
+
+    number: int
+    tokens: list[int]
+    chain: KeyChain
+    rank: float
+    priority: Priority = Priority.INTERACTIVE
+    samples: bool = True
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    fetched: dict[int, Fetched] = field(default_factory=dict)
+    hand_off_bytes: int = 0
+    usage: KvUsage | None = None
+    """Where the prompt's KV came from; set when the request first runs."""
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Hash the prompt's full blocks."""
+        self.prompt_tokens = len(self.tokens)
+        self.chain.extend(self.tokens)
+
+    @property
+    def lacking(self) -> int:
+        """Tokens known and not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def reusable_keys(self) -> list[bytes]:
+        """Keys of the blocks that may come from a cache."""
+        reusable = len(self.tokens) - 1 if self.samples else len(self.tokens)
+        return self.chain.keys[: reusable // self.chain.block_tokens]
+
+    def settle_usage(self) -> None:
+        """Fix where the prompt's KV came from, by what is computed now. Later calls do nothing."""
+        if self.usage is not None:
+            return
+        size = self.chain.block_tokens
+        tokens = {"hbm": 0, "pool": 0, "hand_off": 0}
+        for index in range(len(self.blocks)):
+            inside = max(0, min(size, self.computed - index * size))
+            tokens[self.fetched.get(index, "hbm")] += inside
+        self.usage = KvUsage(
+            hbm_tokens=tokens["hbm"],
+            pool_tokens=tokens["pool"],
+            hand_off_tokens=tokens["hand_off"],
+            computed_tokens=self.prompt_tokens - sum(tokens.values()),
+            hand_off_bytes=self.hand_off_bytes,
+        )

@@ -1,0 +1,337 @@
+"""What to compute next, and for whom: a pure function of integers.
+
+A step closes the gap between tokens known and tokens computed, within a token budget: one token
+for each request that generates, the rest of the budget for prompts in chunks. Lower ranks go first
+(`request.rank_of`). When blocks run out, waiting requests give back what was fetched for them and
+then the running request of the highest rank is preempted: its full blocks stay cached under their
+keys, so that it recomputes only what others overwrote meanwhile.
+
+Why nothing starves or livelocks: ranks are fixed and total. The running request of the lowest
+rank can take blocks from everybody but short-lived pins, so it always advances and ends; then the
+next one is the lowest. The queue is served strictly by rank.
+"""
+
+from bisect import insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.plan import Row, Sampled, StepPlan
+from kimi_runtime.engine.request import Request
+from kimi_runtime.errors import CapacityError, Overloaded, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much is taken on at once; tokens and requests."""
+
+    block_tokens: int
+    step_tokens: int
+    max_running: int
+    max_waiting: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealedBlock:
+    """A block that a step filled and nobody held before."""
+
+    key: bytes
+    block: int
+
+
+class _Draft:
+    """A plan in the making, and the token budget left for it."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: dict[int, Row] = {}
+
+    def add(self, row: Row) -> None:
+        self.rows[row.request] = row
+        self.budget -= len(row.ids)
+
+    def drop(self, request: int) -> None:
+        row = self.rows.pop(request, None)
+        if row is not None:
+            self.budget += len(row.ids)
+
+
+class Scheduler:
+    """Requests waiting and running over `blocks`.
+
+    Call `plan`, run it, then `commit`; never two plans at once. Any method may be
+    called while a plan runs: what the plan touches is given back only after it.
+    """
+
+    def __init__(self, blocks: KvBlocks, limits: SchedulerLimits) -> None:
+        self.blocks, self.limits = blocks, limits
+        self.preemptions = 0
+        self._waiting: list[Request] = []
+        self._running: dict[int, Request] = {}
+        self._completed: list[Request] = []
+        self._in_flight: dict[int, Request] = {}
+        self._leaving: list[Request] = []
+
+    @property
+    def running(self) -> int:
+        """Requests that take part in steps."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens known and not computed, over everybody."""
+        return sum(request.lacking for request in (*self._waiting, *self._running.values()))
+
+    def check(
+        self, prompt_tokens: int, max_tokens: int, *, fetching: int = 0, retry_after_s: float = 1.0
+    ) -> None:
+        """Refuse what can never fit and what is too much now.
+
+        `fetching` requests are on their way into the queue. Raises RequestError for a prompt that
+        fills the context, CapacityError for one that the blocks can't hold, Overloaded with
+        `retry_after_s` when the queue is full.
+        """
+        context = self.limits.max_context_tokens
+        if prompt_tokens + (max_tokens > 0) > context:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, but the context holds {context} with "
+                "what is generated; shorten the prompt",
+                param="ids",
+                code="context_length_exceeded",
+            )
+        most = min(prompt_tokens + max_tokens, context)
+        need = self._blocks_for(most - (max_tokens > 0))  # the last id needs no KV
+        if need > self.blocks.total:
+            size = self.limits.block_tokens
+            raise CapacityError(
+                f"KV cache for {most} tokens",
+                need=f"{need} blocks of {size} tokens",
+                have=f"{self.blocks.total}",
+                where="this worker",
+                fix="lower max_tokens, shorten the prompt or raise kv_bytes",
+            )
+        if len(self._waiting) + fetching >= self.limits.max_waiting:
+            raise Overloaded(
+                f"{self.running} requests run and {len(self._waiting) + fetching} wait, as many "
+                "as this worker takes; try again later",
+                retry_after_s=retry_after_s,
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Blocks it already has belong to the scheduler from now on."""
+        insort(self._waiting, request, key=_order)
+
+    def remove(self, request: Request) -> None:
+        """The request is done or not wanted any more; its blocks are given back.
+
+        A block that the step now running writes to is given back after that step.
+        """
+        self._running.pop(request.number, None)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request in self._completed:
+            self._completed.remove(request)
+        if request.number in self._in_flight:
+            if request not in self._leaving:
+                self._leaving.append(request)
+        else:
+            self._strip(request)
+
+    def take_completed(self) -> list[Request]:
+        """Requests that do not sample and whose prompt is computed; each is told once.
+
+        Their blocks stay until `remove`.
+        """
+        completed, self._completed = self._completed, []
+        return completed
+
+    def plan(self) -> StepPlan:
+        """The next step; empty if nothing can be computed now."""
+        assert not self._in_flight, "a plan is running"
+        draft = _Draft(self.limits.step_tokens)
+        for request in sorted(self._running.values(), key=_generating_first):
+            if request.number in self._running:  # else preempted for one before it
+                self._plan_row(request, draft)
+        while self._waiting and draft.budget:
+            if not self._start(self._waiting[0], draft):
+                break
+        self._in_flight = {number: self._running[number] for number in draft.rows}
+        return StepPlan(tuple(draft.rows.values()))
+
+    def commit(
+        self, plan: StepPlan, sampled: Sequence[Sampled], failed: Collection[int] = ()
+    ) -> list[SealedBlock]:
+        """The plan ran: take its tokens and ids in, seal the blocks it filled.
+
+        The rows of `failed` requests broke off; those requests are removed and nobody else is
+        touched: what they wrote went into blocks of their own that are not sealed.
+        """
+        sealed: list[SealedBlock] = []
+        for row in plan.rows:
+            request = self._in_flight[row.request]
+            if row.request in failed:
+                self.remove(request)
+                continue
+            request.computed += len(row.ids)
+            sealed.extend(self._seal(request, row.start))
+        for drawn in sampled:
+            request = self._in_flight[drawn.request]
+            request.tokens.append(drawn.id)
+            request.chain.extend(request.tokens)
+        for request in self._in_flight.values():
+            if request not in self._leaving:
+                self._complete_if_done(request)
+        leaving, self._leaving, self._in_flight = self._leaving, [], {}
+        for request in leaving:
+            self._strip(request)
+        return sealed
+
+    def holders(self) -> list[list[int]]:
+        """The block lists of every request here, for `KvBlocks.check_integrity`."""
+        everybody = (*self._waiting, *self._running.values(), *self._completed, *self._leaving)
+        return [request.blocks for request in dict.fromkeys(everybody)]
+
+    def _plan_row(self, request: Request, draft: _Draft) -> None:
+        """Add the request's row: as many tokens as budget and blocks allow, maybe none."""
+        count = min(request.lacking, draft.budget)
+        count = self._fit(request, count, draft)
+        if count <= 0:
+            return
+        start = request.computed
+        end = start + count
+        draft.add(
+            Row(
+                request=request.number,
+                start=start,
+                ids=tuple(request.tokens[start:end]),
+                blocks=tuple(request.blocks[: self._blocks_for(end)]),
+                sample=request.samples and end == len(request.tokens),
+            )
+        )
+
+    def _start(self, request: Request, draft: _Draft) -> bool:
+        """Move the head of the queue into the step; False if it has to wait."""
+        if self.running >= self.limits.max_running and not self._preempt_background(request, draft):
+            return False
+        held = len(request.blocks)
+        self._take_cached(request)
+        if not self._make_room_to_start(request, draft):
+            self._give_back(request, held)
+            return False
+        self._waiting.remove(request)
+        self._running[request.number] = request
+        request.settle_usage()
+        self._complete_if_done(request)
+        if request.number in self._running:
+            self._plan_row(request, draft)
+        return True
+
+    def _make_room_to_start(self, request: Request, draft: _Draft) -> bool:
+        """Whether what is known fits beside the running, with a block of growth for each of them.
+
+        Alone, a request may start with less: it advances as pins end.
+        """
+        lacking = self._blocks_for(len(request.tokens)) - len(request.blocks)
+        while self.blocks.available < lacking + self.running:
+            if self._strip_waiting(but=request) or self._preempt_background(request, draft):
+                continue
+            return self.running == 0 and (self.blocks.available > 0 or lacking <= 0)
+        return True
+
+    def _take_cached(self, request: Request) -> None:
+        """Continue the request's blocks with cached ones."""
+        size = self.limits.block_tokens
+        if request.computed % size:
+            return  # it ends in a private tail
+        more = self.blocks.acquire(request.reusable_keys[len(request.blocks) :])
+        request.blocks.extend(more)
+        request.computed = len(request.blocks) * size
+
+    def _give_back(self, request: Request, keep: int) -> None:
+        """Undo `_take_cached`, which found blocks beyond the first `keep`."""
+        taken = request.blocks[keep:]
+        if taken:
+            del request.blocks[keep:]
+            request.computed = keep * self.limits.block_tokens
+            self.blocks.release(taken)
+
+    def _fit(self, request: Request, count: int, draft: _Draft) -> int:
+        """Give the request blocks for `count` more tokens; returns for how many it has some."""
+        need = self._blocks_for(request.computed + count) - len(request.blocks)
+        while need > self.blocks.available:
+            if not (self._strip_waiting(but=request) or self._preempt_after(request, draft)):
+                break
+        more = self.blocks.allocate(max(0, min(need, self.blocks.available)))
+        assert more is not None
+        request.blocks.extend(more)
+        have = len(request.blocks) * self.limits.block_tokens
+        return min(count, have - request.computed)
+
+    def _strip_waiting(self, *, but: Request) -> bool:
+        """Take the blocks of the last waiting request that has some; its cached KV may survive."""
+        for request in reversed(self._waiting):
+            if request.blocks and request is not but:
+                self._strip(request)
+                return True
+        return False
+
+    def _preempt_after(self, request: Request, draft: _Draft) -> bool:
+        """Preempt the running request of the highest rank, if that is above `request`'s."""
+        last = max(self._running.values(), key=_order, default=request)
+        if _order(last) <= _order(request):
+            return False
+        self._preempt(last, draft)
+        return True
+
+    def _preempt_background(self, request: Request, draft: _Draft) -> bool:
+        """Preempt for a waiting request, but only across classes: equals wait for each other."""
+        others = (r for r in self._running.values() if r.priority is not request.priority)
+        last = max(others, key=_order, default=None)
+        if last is None or _order(last) < _order(request):
+            return False
+        self._preempt(last, draft)
+        return True
+
+    def _preempt(self, request: Request, draft: _Draft) -> None:
+        draft.drop(request.number)
+        del self._running[request.number]
+        self._strip(request)
+        self.add(request)
+        self.preemptions += 1
+
+    def _strip(self, request: Request) -> None:
+        blocks, request.blocks, request.computed = request.blocks, [], 0
+        self.blocks.release(blocks)
+
+    def _seal(self, request: Request, start: int) -> list[SealedBlock]:
+        """Seal the blocks that were filled since position `start`."""
+        size = self.limits.block_tokens
+        sealed = []
+        for index in range(start // size, request.computed // size):
+            own, key = request.blocks[index], request.chain.keys[index]
+            request.blocks[index] = self.blocks.seal(own, key)
+            if request.blocks[index] == own:
+                sealed.append(SealedBlock(key, own))
+        return sealed
+
+    def _complete_if_done(self, request: Request) -> None:
+        if not request.samples and not request.lacking:
+            del self._running[request.number]
+            self._completed.append(request)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_tokens)
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.rank, request.number  # total, or two equals could block each other for ever
+
+
+def _generating_first(request: Request) -> tuple[bool, float, int]:
+    return request.lacking > 1, *_order(request)
