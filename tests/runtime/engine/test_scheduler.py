@@ -33,6 +33,7 @@ class Bench:
         self.open: dict[int, tuple[Request, int]] = {}
         self.outputs: dict[int, list[int]] = {}
         self.plans: list[StepPlan] = []
+        self.pins: list[int] = []
         self._number = 0
 
     def add(
@@ -67,7 +68,7 @@ class Bench:
                 self.end(request)
         for request in self.scheduler.take_completed():
             self.end(request)
-        self.blocks.check_integrity(self.scheduler.holders())
+        self.blocks.check_integrity([*self.scheduler.holders(), self.pins])
         return plan
 
     def end(self, request: Request) -> None:
@@ -235,8 +236,10 @@ def test_blocks_pinned_by_others_delay_and_do_not_hang():
     assert pinned is not None
     bench.add(prompt(1, 10), 2)
     assert bench.scheduler.plan().rows == ()
+    bench.pins = pinned[1:]
     bench.blocks.release(pinned[:1])
     assert [len(row.ids) for row in bench.step().rows] == [4]
+    bench.pins = []
     bench.blocks.release(pinned[1:])
     bench.finish()
 
