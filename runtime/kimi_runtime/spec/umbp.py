@@ -7,10 +7,10 @@ owner's log, `FeedBatch` lines follow from `after + 1`; otherwise the snapshot c
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Gt
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.spec.request import BlockKeyHex
@@ -65,6 +65,12 @@ class FeedEvent(SpecModel):
 
     op: Literal["add", "remove", "clear"]
     key: BlockKeyHex | None = None
+
+    @model_validator(mode="after")
+    def _names_a_key_unless_all(self) -> Self:
+        if (self.key is None) != (self.op == "clear"):
+            raise ValueError("'add' and 'remove' need their key, and 'clear' has none")
+        return self
 
 
 class FeedBatch(SpecModel):

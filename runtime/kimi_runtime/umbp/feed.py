@@ -9,6 +9,7 @@ DEGRADED: what it says may be wrong, which costs a miss.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from itertools import islice
 
 from pydantic import TypeAdapter
 
@@ -128,7 +129,7 @@ class FeedLog:
             return None
         start = len(self._events) - (self.seq - after)
         count = min(BATCH_EVENTS, self.seq - after)
-        events = tuple(self._events[position] for position in range(start, start + count))
+        events = tuple(islice(self._events, start, start + count))
         return FeedBatch(epoch=self.epoch, first_seq=after + 1, events=events)
 
     def _append(self, event: FeedEvent) -> None:
@@ -144,7 +145,11 @@ class FollowState(StrEnum):
 
 
 class FeedFollower:
-    """One owner's keys as its feed told them. Never claims EXACT for what it may have missed."""
+    """One owner's keys as its feed told them. Never claims EXACT for what it may have missed.
+
+    A connection starts with a hello; until then nothing on it is believed, so that a late line of
+    an earlier connection cannot lift the state. Lines lost, repeated or swapped cost a reconnect.
+    """
 
     def __init__(self) -> None:
         self.owner = ""
@@ -153,9 +158,11 @@ class FeedFollower:
         self.seq = 0
         self.state = FollowState.DEGRADED
         self.keys: set[bytes] = set()
+        self._greeted = False
+        self._target_seq = 0
         self._pages: list[bytes] = []
         self._next_page = 0
-        self._target_seq = 0
+        self._pages_seq = 0
 
     def resume_point(self) -> tuple[int | None, int]:
         """`(epoch, after)` to ask the owner for on a new connection."""
@@ -163,38 +170,43 @@ class FeedFollower:
 
     def apply(self, line: FeedHello | FeedSnapshotPage | FeedBatch) -> bool:
         """Take one line in. False: there is a gap, reconnect from `resume_point()`."""
-        match line:
-            case FeedHello():
-                return self._hello(line)
-            case FeedSnapshotPage():
-                return self._snapshot_page(line)
-            case FeedBatch():
-                return self._batch(line)
+        if isinstance(line, FeedHello):
+            self._hello(line)
+            return True
+        if not self._greeted:
+            return False
+        if isinstance(line, FeedSnapshotPage):
+            return self._snapshot_page(line)
+        return self._batch(line)
 
     def disconnected(self) -> None:
         """The stream ended: keep the keys, stop trusting them."""
         self.state = FollowState.DEGRADED
+        self._greeted = False
 
-    def _hello(self, hello: FeedHello) -> bool:
-        self._pages, self._next_page = [], 0
-        self.owner, self.tier, self._target_seq = hello.owner, hello.tier, hello.seq
-        if hello.epoch != self.epoch or self.seq > hello.seq:
+    def _hello(self, hello: FeedHello) -> None:
+        same = (hello.owner, hello.tier, hello.epoch) == (self.owner, self.tier, self.epoch)
+        if not same or self.seq > hello.seq:
             self.epoch, self.seq = hello.epoch, 0
             self.keys.clear()  # a restarted owner holds none of what it held before
-            self.state = FollowState.DEGRADED
-        elif self.seq == hello.seq:
-            self.state = FollowState.EXACT
-        return True
+        self.owner, self.tier, self._target_seq = hello.owner, hello.tier, hello.seq
+        self._greeted = True
+        self._drop_pages()
+        self.state = FollowState.DEGRADED
+        self._trust_if_caught_up()
 
     def _snapshot_page(self, page: FeedSnapshotPage) -> bool:
         if page.epoch != self.epoch or page.page != self._next_page:
             return self._gap()
+        if page.page == 0:
+            self._pages_seq = page.seq
+        if page.seq != self._pages_seq or page.seq < self.seq:
+            return self._gap()  # pages of two snapshots, or of one older than what is known
         self._pages.extend(bytes.fromhex(key) for key in page.keys)
         self._next_page += 1
         if page.last:
-            self.keys = set(self._pages)
-            self.seq = page.seq
-            self._pages, self._next_page = [], 0
+            self.keys, self.seq = set(self._pages), page.seq
+            self._drop_pages()
             self._trust_if_caught_up()
         return True
 
@@ -205,10 +217,8 @@ class FeedFollower:
             if number <= self.seq:
                 continue  # sent twice
             self.seq = number
-            if event.op == "clear":
+            if event.key is None:  # clear: the wire model lets only that have no key
                 self.keys.clear()
-            elif event.key is None:
-                raise ProtocolError(f"a feed event {event.op!r} without its key")
             elif event.op == "add":
                 self.keys.add(bytes.fromhex(event.key))
             else:
@@ -217,10 +227,14 @@ class FeedFollower:
         return True
 
     def _trust_if_caught_up(self) -> None:
-        if self.seq >= self._target_seq:
+        self._target_seq = max(self._target_seq, self.seq)
+        if self.seq == self._target_seq:
             self.state = FollowState.EXACT
 
+    def _drop_pages(self) -> None:
+        self._pages, self._next_page = [], 0
+
     def _gap(self) -> bool:
-        self.state = FollowState.DEGRADED
+        self.disconnected()
         self.epoch, self.seq = None, 0  # resume_point now asks for a snapshot
         return False

@@ -9,12 +9,21 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
+from kimi_runtime.errors import ConfigError
+
 KEY_BYTES = 16
 
 
 def pool_key_of(call_key: bytes) -> bytes:
-    """The pool key of a deployment, derived from its call key; 32 bytes."""
-    return hashlib.blake2b(b"kimistack/pool-key", key=call_key[:64], digest_size=32).digest()
+    """The pool key of a deployment, derived from its call key; 32 bytes.
+
+    ConfigError for an empty call key: block names would be public.
+    """
+    if not call_key:
+        raise ConfigError("the call key is empty; write at least 32 random bytes into its file")
+    if len(call_key) > hashlib.blake2b.MAX_KEY_SIZE:
+        call_key = hashlib.blake2b(call_key).digest()  # all of a long key counts
+    return hashlib.blake2b(b"kimistack/pool-key", key=call_key, digest_size=32).digest()
 
 
 def root_key(
