@@ -27,6 +27,9 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 }
 """Kernel -> launch arguments (tiles in capitals, Triton's own options in lower case)."""
 
+_ALWAYS = {"enable_fp_fusion": False}
+"""No fused multiply-add the source does not ask for: Triton's default differs by version."""
+
 
 def tiles(kernel: str, device: torch.device, size: int) -> dict[str, int]:
     """Launch arguments of `kernel` on `device` for a problem of `size` (see `by` in the data)."""
@@ -38,7 +41,7 @@ def tiles_for(kernel: str, arch: str, size: int) -> dict[str, int]:
 
     Raises KeyError for a kernel without defaults: a typo, not a missing file.
     """
-    chosen = dict(DEFAULTS[kernel])
+    chosen = {**DEFAULTS[kernel], **_ALWAYS}
     for bucket in tuned(arch).get(kernel, {}).get("buckets", ()):
         if bucket["up_to"] is None or size <= bucket["up_to"]:
             return chosen | bucket["tiles"]
