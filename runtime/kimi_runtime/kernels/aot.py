@@ -76,9 +76,7 @@ def compile_case(case: Case, arch: str) -> Compiled:
         )
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
-    aligned = {
-        (names.index(name),): _ALIGNED for name in case.types if name not in case.unaligned
-    }
+    aligned = {(names.index(name),): _ALIGNED for name in case.types if name not in case.unaligned}
     source = ASTSource(case.kernel, signature, dict(case.constants), aligned)
     made = triton.compile(source, GPUTarget("hip", arch, 64), options=dict(case.options))
     text = made.asm["amdgcn"]
@@ -92,7 +90,9 @@ def compile_case(case: Case, arch: str) -> Compiled:
         shared_bytes=int(made.metadata.shared),
         code_bytes=len(made.asm["hsaco"]),
         threads=64 * int(made.metadata.num_warps),
-        opcodes=Counter(re.findall(r"^\s+([vsd]\w*_\w+|buffer_\w+|global_\w+)", text, re.MULTILINE)),
+        opcodes=Counter(
+            re.findall(r"^\s+([vsd]\w*_\w+|buffer_\w+|global_\w+)", text, re.MULTILINE)
+        ),
     )
 
 
@@ -117,7 +117,13 @@ def _page_cases(arch: str) -> Iterator[Case]:
 
 
 def _quantise_cases(arch: str) -> Iterator[Case]:
-    fp4 = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*u8", "groups": "i32", "bump": "i32"}
+    fp4 = {
+        "x_ptr": "*bf16",
+        "codes_ptr": "*u8",
+        "scales_ptr": "*u8",
+        "groups": "i32",
+        "bump": "i32",
+    }
     fp8 = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*u8", "groups": "i32"}
     for name, kernel, types in (
         ("quantise_mxfp4", mxfp4._quantise_mxfp4, fp4),

@@ -84,13 +84,18 @@ def decode_e8m0(scales: Tensor) -> Tensor:
     return bits.view(torch.float32).masked_fill(scales == NAN_SCALE, torch.nan)
 
 
+def in_groups(x: Tensor) -> Tensor:
+    """[..., K] -> [..., K / 32, 32], a view."""
+    return x.view(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+
+
 def encode_group_scales(x: Tensor, emax: int, rounding: Rounding) -> Tensor:
     """e8m0 bytes [..., K / 32] uint8 for `x` [..., K] whose elements reach 2^emax * (1..2).
 
     The exponent is clamped to the byte's range; a group of zeros has byte 0, and one with an
     infinity or a NaN has 255.
     """
-    largest = x.float().unflatten(-1, (-1, GROUP)).abs().amax(dim=-1)
+    largest = in_groups(x.float().contiguous()).abs().amax(dim=-1)
     exponent = (largest.view(torch.int32) + MANTISSA_BUMP[rounding]) >> 23
     scales = (exponent - emax).clamp(0, 254).to(torch.uint8)
     return scales.masked_fill(~largest.isfinite(), NAN_SCALE)
@@ -99,7 +104,7 @@ def encode_group_scales(x: Tensor, emax: int, rounding: Rounding) -> Tensor:
 def divide_by_scales(x: Tensor, scales: Tensor) -> Tensor:
     """x [..., K] over its group's scale, in fp32, exact; 0 throughout a NaN group."""
     inverse = decode_e8m0((254 - scales.to(torch.int32)).clamp(0, 254).to(torch.uint8))
-    groups = x.float().unflatten(-1, (-1, GROUP)) * inverse.unsqueeze(-1)
+    groups = in_groups(x.float().contiguous()) * inverse.unsqueeze(-1)
     return groups.masked_fill((scales == NAN_SCALE).unsqueeze(-1), 0.0).flatten(-2)
 
 
@@ -108,7 +113,7 @@ def dequantise_mxfp4(x: Mxfp4) -> Tensor:
 
     The result is exact in bf16 too, but for codes whose value passes bf16's (and fp32's) largest.
     """
-    values = decode_e2m1(unpack_e2m1(x.codes)).unflatten(-1, (-1, GROUP))
+    values = in_groups(decode_e2m1(unpack_e2m1(x.codes)))
     return (values * decode_e8m0(x.scales).unsqueeze(-1)).flatten(-2)
 
 

@@ -197,8 +197,17 @@ def mxfp4_gemm(
 
 def gemm_tiles(x: Activations, device: torch.device, slots: int, experts: int) -> dict[str, int]:
     """Launch arguments for `slots` slots over `experts` experts, by slots an expert."""
-    kind = {Mxfp8: "mxfp8", Mxfp4: "mxfp4"}.get(type(x), "bf16")
+    kind, _, _ = _format_of(x)
     return tiles(f"mxfp4_gemm/{kind}", device, cdiv(slots, experts))
+
+
+def _format_of(x: Activations) -> tuple[str, torch.dtype, int]:
+    """(name in the tuning data, dtype of the values, elements in a value)."""
+    if isinstance(x, Mxfp4):
+        return "mxfp4", torch.uint8, 2
+    if isinstance(x, Mxfp8):
+        return "mxfp8", torch.float8_e4m3fn, 1
+    return "bf16", torch.bfloat16, 1
 
 
 def _dense(x: Activations) -> Tensor:
@@ -213,9 +222,7 @@ def _dense(x: Activations) -> Tensor:
 def _slots_per_row(x: Activations, weight: Mxfp4, plan: ExpertPlan) -> int:
     """How many slots share a row of x (k, or 1), with every shape and dtype checked."""
     values = x if isinstance(x, Tensor) else x[0]
-    dtype, pack = {Mxfp8: (torch.float8_e4m3fn, 1), Mxfp4: (torch.uint8, 2)}.get(
-        type(x), (torch.bfloat16, 1)
-    )
+    _, dtype, pack = _format_of(x)
     rows, inner = values.shape
     slots = plan.expert_ids.numel()
     experts, width, half = weight.codes.shape
@@ -226,8 +233,8 @@ def _slots_per_row(x: Activations, weight: Mxfp4, plan: ExpertPlan) -> int:
             f"activations of {inner * pack} inputs meet weights {tuple(weight.codes.shape)} with "
             f"scales {tuple(weight.scales.shape)}: [E, N, K / 2] and [E, N, K / {GROUP}] are wanted"
         )
-    if half * 2 % GROUP or not rows or slots % rows:
-        if not slots:
-            return 1
-        raise ValueError(f"{slots} slots do not share {rows} rows of {inner * pack} inputs evenly")
-    return slots // rows or 1
+    if half * 2 % GROUP:
+        raise ValueError(f"{half * 2} inputs do not divide into groups of {GROUP}")
+    if slots % rows if rows else slots:
+        raise ValueError(f"{slots} slots do not share {rows} rows of activations evenly")
+    return slots // rows if slots else 1

@@ -19,6 +19,7 @@ from kimi_runtime.kernels.mxfp4 import (
     decode_e8m0,
     divide_by_scales,
     encode_group_scales,
+    in_groups,
     require_groups,
 )
 from kimi_runtime.kernels.tuning import tiles
@@ -36,7 +37,7 @@ class Mxfp8(NamedTuple):
 
 def dequantise_mxfp8(x: Mxfp8) -> Tensor:
     """values [..., K], scales [..., K / 32] -> fp32 [..., K], exact."""
-    values = x.values.float().unflatten(-1, (-1, GROUP))
+    values = in_groups(x.values.float().contiguous())
     return (values * decode_e8m0(x.scales).unsqueeze(-1)).flatten(-2)
 
 

@@ -81,4 +81,4 @@ def page_words(pool: Tensor, rows: Tensor, page_ids: Tensor, offset: int) -> Pag
 
 def _addresses(tensor: Tensor) -> tuple[int, int]:
     """What a word must divide: the address, and (torch's own rule) the offset in the storage."""
-    return tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()

@@ -41,10 +41,11 @@ def tiles_for(kernel: str, arch: str, size: int) -> dict[str, int]:
 
     Raises KeyError for a kernel without defaults: a typo, not a missing file.
     """
-    chosen = {**DEFAULTS[kernel], **_ALWAYS}
+    chosen: dict[str, int] = {**DEFAULTS[kernel], **_ALWAYS}
     for bucket in tuned(arch).get(kernel, {}).get("buckets", ()):
         if bucket["up_to"] is None or size <= bucket["up_to"]:
-            return chosen | bucket["tiles"]
+            chosen.update(bucket["tiles"])
+            break
     return chosen
 
 
