@@ -117,14 +117,9 @@ def _page_cases(arch: str) -> Iterator[Case]:
 
 
 def _quantise_cases(arch: str) -> Iterator[Case]:
-    fp4 = {
-        "x_ptr": "*bf16",
-        "codes_ptr": "*u8",
-        "scales_ptr": "*u8",
-        "groups": "i32",
-        "bump": "i32",
-    }
-    fp8 = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*u8", "groups": "i32"}
+    rest = {"scales_ptr": "*u8", "groups": "i32", "bump": "i32"}
+    fp4 = {"x_ptr": "*bf16", "codes_ptr": "*u8", **rest}
+    fp8 = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", **rest}
     for name, kernel, types in (
         ("quantise_mxfp4", mxfp4._quantise_mxfp4, fp4),
         ("quantise_mxfp8", mxfp8._quantise_mxfp8, fp8),

@@ -19,11 +19,11 @@ def group_scales(x, bump, emax):
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # magnitudes order like their bits
     largest = tl.max(bits, axis=1)  # [G]
     is_finite = largest < 0x7F800000
+    largest = tl.where(is_finite, largest, 0)
     # No upper clamp: the largest fp32 has exponent 254, a bump makes it 255, and emax is over 1.
     scale = tl.maximum(((largest + bump) >> 23) - emax, 0)
-    scaled = x * power_of_two(127 - scale)[:, None]
-    scale = tl.where(is_finite, scale, 255)
-    return scale, tl.where(is_finite[:, None], scaled, 0.0)
+    scaled = tl.where(is_finite[:, None], x, 0.0) * power_of_two(127 - scale)[:, None]
+    return tl.where(is_finite, scale, 255), scaled
 
 
 @triton.jit
@@ -48,8 +48,12 @@ def round_to_e4m3(values):
     Written out because the cast that follows is then exact, whatever rounding the target's own
     conversion has (Triton's CPU interpreter, for one, drops the carry into the exponent).
     """
-    exponent = (values.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = tl.minimum(tl.maximum(exponent - 127, -6), 8)  # subnormals share 2^-6
+    bits = values.to(tl.int32, bitcast=True)
+    size = tl.abs(values)
+    exponent = ((bits >> 23) & 0xFF) - 127
+    exponent = tl.minimum(tl.maximum(exponent, -6), 8)  # subnormals share 2^-6
     # Adding 1.5 * 2^23 steps leaves no bit below a step of 2^(exponent - 3).
     steps = power_of_two(exponent + 20) * 1.5
-    return tl.minimum(tl.maximum((values + steps) - steps, -448.0), 448.0)
+    rounded = tl.minimum((size + steps) - steps, 448.0)
+    sign = bits & -0x80000000  # kept for zeros too
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
