@@ -1,0 +1,211 @@
+"""Attention of latent queries over the paged cache, span by span in a fixed order.
+
+Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over the spans of `models.spans`: the
+maximum is exact in any order, sums over one span have a fixed order, and spans are added up from
+the first to the last. So a query's result depends on its position and its history alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kimi_runtime.models.cache import KvCache
+from kimi_runtime.models.norm import row_sum
+from kimi_runtime.models.rows import (
+    ANY_ROWS,
+    LADDER,
+    NotInvariant,
+    Product,
+    Tiles,
+    cancelling,
+    in_reference_tiles,
+    measure_tiles,
+)
+from kimi_runtime.models.spans import QueryGroup, Span, SpanGeometry
+
+_PROBED_BATCHES = (1, 2, 3, 8, 33, 64)
+_PROBE_ROWS = LADDER[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class WidthTiles:
+    """How products with one span of some width may be computed."""
+
+    scores: Tiles
+    mix: Tiles
+    batched: bool
+    """Whether many requests' spans may be multiplied in one call, `heads` rows each."""
+
+
+class SpanAttention:
+    """q [Q, H, row_dim] over the cached rows -> latent outputs [Q, H, latent_dim].
+
+    Keys are whole cached rows, values their first `latent_dim` elements. With `promise` the ways of
+    multiplying are measured at construction, as `models.rows` explains.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        row_dim: int,
+        latent_dim: int,
+        scale: float,
+        geometry: SpanGeometry,
+        like: Tensor,
+        promise: bool,
+    ) -> None:
+        self._latent_dim, self._scale = latent_dim, scale
+        if promise:
+            probe = _Probe(heads, row_dim, latent_dim, geometry, like)
+            self._tiles = probe.usable_widths()
+        else:
+            free = WidthTiles(ANY_ROWS, ANY_ROWS, batched=True)
+            self._tiles = dict.fromkeys(geometry.widths, free)
+        self.geometry = SpanGeometry(tuple(self._tiles))
+        """What spans must be cut to: widths that failed the self-test are not in it."""
+
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, group: QueryGroup) -> Tensor:
+        """q are the group's queries; the step's own rows are in the cache already."""
+        best = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
+        total = torch.empty_like(best)
+        out = q.new_empty((*q.shape[:2], self._latent_dim), dtype=torch.float32)
+        for number, span in enumerate(group.spans):
+            rows = self._read(cache, layer, span)
+            scores = self._scores(q[span.first :], rows).float().mul_(self._scale)
+            if span.hidden is not None:
+                scores.masked_fill_(span.hidden, -torch.inf)
+            peak = scores.amax(dim=-1, keepdim=True)
+            if number == 0:  # every query has the first span
+                weights = torch.exp(scores.sub_(peak))
+                best, total, out = peak, self._sum(weights), self._mix(weights, rows, q).float()
+                continue
+            active = slice(span.first, None)
+            peak = torch.maximum(best[active], peak)
+            weights = torch.exp(scores.sub_(peak))
+            shrink = torch.exp(best[active] - peak)
+            total[active] = total[active] * shrink + self._sum(weights)
+            out[active] = out[active] * shrink + self._mix(weights, rows, q)
+            best[active] = peak
+        return (out / total).to(q.dtype)
+
+    def _read(self, cache: KvCache, layer: int, span: Span) -> Tensor:
+        rows = cache.read(layer, span.blocks, span.rows)
+        if span.unread is not None:
+            # zero times what an earlier owner left there is only zero while that is finite
+            rows.view(-1, cache.row_dim).index_fill_(0, span.unread, 0)
+        return rows
+
+    def _scores(self, q: Tensor, rows: Tensor) -> Tensor:
+        """q [Q, H, D] with rows [G, n, D] -> [Q, H, n]; G is Q, or 1 for one request's queries."""
+        tiles = self._tiles[rows.shape[1]]
+        flat = q.reshape(rows.shape[0], -1, q.shape[-1])
+        if len(flat) == len(q) and tiles.batched:
+            return torch.bmm(flat, rows.transpose(1, 2))
+        parts = [
+            tiles.scores.apply(_scores_of(one), queries)
+            for queries, one in zip(flat, rows, strict=True)
+        ]
+        return torch.cat(parts).view(*q.shape[:2], -1)
+
+    def _mix(self, weights: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+        """weights [Q, H, n] in fp32 with rows [G, n, D] -> [Q, H, latent_dim]."""
+        tiles = self._tiles[rows.shape[1]]
+        values = rows[..., : self._latent_dim]
+        flat = weights.to(like.dtype).reshape(rows.shape[0], -1, weights.shape[-1])
+        if len(flat) == len(weights) and tiles.batched:
+            return torch.bmm(flat, values)
+        parts = [
+            tiles.mix.apply(_mix_of(one), share) for share, one in zip(flat, values, strict=True)
+        ]
+        return torch.cat(parts).view(*weights.shape[:2], -1)
+
+    def _sum(self, weights: Tensor) -> Tensor:
+        missing = self.geometry.tokens - weights.shape[-1]
+        # the order of additions follows from the width: always that of a full span
+        return row_sum(functional.pad(weights, (0, missing)) if missing else weights)
+
+
+def _scores_of(rows: Tensor) -> Product:
+    return lambda q: functional.linear(q, rows)
+
+
+def _mix_of(values: Tensor) -> Product:
+    return lambda weights: torch.mm(weights, values)
+
+
+class _Probe:
+    """Finds which products with a span equal the reference tile's over a full span."""
+
+    def __init__(
+        self, heads: int, row_dim: int, latent_dim: int, geometry: SpanGeometry, like: Tensor
+    ) -> None:
+        self._heads, self._row_dim, self._latent_dim = heads, row_dim, latent_dim
+        self._geometry, self._like = geometry, like
+
+    def usable_widths(self) -> dict[int, WidthTiles]:
+        """The full width, which must pass (NotInvariant otherwise), and the narrower that do."""
+        full = self._geometry.tokens
+        usable = {}
+        for width in self._geometry.widths:
+            try:
+                usable[width] = self._tiles(width)
+            except NotInvariant:
+                if width == full:
+                    raise
+        return usable
+
+    def _tiles(self, width: int) -> WidthTiles:
+        what = f"attention over {width} of {self._geometry.tokens} rows of {self._row_dim}"
+        queries, keys = cancelling(_PROBE_ROWS, self._row_dim, self._geometry.tokens)
+        queries, keys = queries.to(self._like), keys.to(self._like)
+        scores = in_reference_tiles(_scores_of(keys), queries)[:, :width]
+        keys = keys[:width].contiguous()
+        weights, rows = self._mixture(width)
+        mixed = in_reference_tiles(_mix_of(rows[:, : self._latent_dim]), weights)
+        weights, rows = weights[:, :width].contiguous(), rows[:width].contiguous()
+        values = rows[:, : self._latent_dim]
+        batched = all(
+            torch.equal(
+                _batch_of(batch, self._heads, queries, keys.T), _cycle(scores, batch * self._heads)
+            )
+            and torch.equal(
+                _batch_of(batch, self._heads, weights, values), _cycle(mixed, batch * self._heads)
+            )
+            for batch in _PROBED_BATCHES
+        )
+        return WidthTiles(
+            scores=measure_tiles(_scores_of(keys), queries, what, scores),
+            mix=measure_tiles(_mix_of(values), weights, what, mixed),
+            batched=batched,
+        )
+
+    def _mixture(self, width: int) -> tuple[Tensor, Tensor]:
+        """Weights [probe rows, full span], zero from `width` on, and rows [full span, row_dim]."""
+        weights, values = cancelling(_PROBE_ROWS, width, self._latent_dim)
+        missing = self._geometry.tokens - width
+        rows = torch.ones(self._geometry.tokens, self._row_dim)
+        rows[:width, : self._latent_dim] = values.T
+        padded = functional.pad(weights, (0, missing))
+        return padded.to(self._like), rows.to(self._like)
+
+
+def _cycle(rows: Tensor, count: int) -> Tensor:
+    """`count` rows, starting again after the last."""
+    return rows[torch.arange(count, device=rows.device) % len(rows)]
+
+
+def _batch_of(batch: int, heads: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """rows @ columns for the first batch * heads rows, as one product of `batch` requests.
+
+    The requests' spans lie in memory as the cache delivers them: one contiguous array.
+    """
+    left = _cycle(rows, batch * heads).view(batch, heads, -1)
+    if columns.stride(0) == 1:  # keys, transposed
+        right = columns.T.contiguous().expand(batch, *columns.T.shape).contiguous().transpose(1, 2)
+    else:  # values: part of wider rows
+        wide = torch.empty(batch, len(columns), columns.stride(0)).to(columns)
+        right = wide[..., : columns.shape[1]].copy_(columns.expand(batch, *columns.shape))
+    return torch.bmm(left, right).flatten(0, 1)

@@ -1,0 +1,147 @@
+"""The K2 family's decoder: dense layers first, then mixtures of experts, MLA in all of them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kimi_runtime.errors import ConfigError
+from kimi_runtime.models.attention import SpanAttention
+from kimi_runtime.models.cache import KvCache
+from kimi_runtime.models.linear import LinearFactory
+from kimi_runtime.models.mla import Angles, LatentAttention
+from kimi_runtime.models.moe import MixtureOfExperts, SwiGlu
+from kimi_runtime.models.norm import RmsNorm
+from kimi_runtime.models.rotary import Rotary
+from kimi_runtime.models.rows import padded_rows
+from kimi_runtime.models.spans import SpanGeometry, StepBuilder, StepInputs, TokenRun
+from kimi_runtime.spec.model import ModelSpec
+
+
+class K2Model:
+    """Logits of token runs over a paged cache.
+
+    In bf16 a run's logits are bitwise the same whatever else is in the step and however its tokens
+    are divided into steps; in fp32 they are not (the matrix products' order then follows the
+    batch). The promise holds per device, number of threads and block size.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Tensor], *, block_tokens: int
+    ) -> None:
+        require_k2(spec)
+        self.spec = spec
+        self._embedding = weights["model.embed_tokens.weight"]
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        linears = LinearFactory(promise=self.dtype == torch.bfloat16)
+        attention = SpanAttention(
+            heads=spec.heads,
+            row_dim=spec.kv_row_dim,
+            latent_dim=spec.kv_lora_rank,
+            scale=spec.attention_scale,
+            geometry=SpanGeometry.of(block_tokens),
+            like=self._embedding,
+            promise=linears.promise,
+        )
+        self.geometry = attention.geometry
+        self.measured = linears.measured
+        self.layers = [
+            DecoderLayer(spec, index, weights, linears, attention) for index in range(spec.layers)
+        ]
+        self._norm = RmsNorm(weights["model.norm.weight"], spec.norm_eps)
+        head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+        self._head = linears.linear(weights[head])
+        self._rotary = (
+            Rotary(spec.rope, spec.qk_rope_dim, spec.max_positions, self.device)
+            if spec.rope is not None
+            else None
+        )
+
+    def angles(self, positions: Tensor) -> Angles | None:
+        """cos and sin for positions [T], or None for a model that does not rotate."""
+        if self._rotary is None:
+            return None
+        cos, sin = self._rotary.at(positions)
+        return cos[:, None], sin[:, None]
+
+    def step_builder(self, cache: KvCache) -> StepBuilder:
+        """What turns runs into this model's inputs."""
+        return StepBuilder(cache, self.geometry, self.device)
+
+    @torch.inference_mode()
+    def forward(self, step: StepInputs, cache: KvCache) -> Tensor:
+        """Logits [S, vocab_size] fp32 of the step's sampled tokens; fills the cache."""
+        x = functional.embedding(step.ids, self._embedding)
+        angles = self.angles(step.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step, angles, cache, index)
+        if not len(step.sampled):
+            return x.new_zeros((0, self.spec.vocab_size), dtype=torch.float32)
+        return self._head(self._norm(x[step.sampled])).float()
+
+    def logits(self, runs: list[TokenRun], cache: KvCache) -> Tensor:
+        """`forward` of the runs as one step."""
+        tokens = sum(len(run.ids) for run in runs)
+        return self.forward(self.step_builder(cache).build(runs, padded_rows(tokens)), cache)
+
+
+class DecoderLayer:
+    """x + attention(norm x), then x + feed_forward(norm x)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        weights: Mapping[str, Tensor],
+        linears: LinearFactory,
+        attention: SpanAttention,
+    ) -> None:
+        own = _under(weights, f"model.layers.{index}.")
+        self._norm = RmsNorm(own["input_layernorm.weight"], spec.norm_eps)
+        self.attention = LatentAttention(spec, _under(own, "self_attn."), linears, attention)
+        self._ffn_norm = RmsNorm(own["post_attention_layernorm.weight"], spec.norm_eps)
+        mlp = _under(own, "mlp.")
+        self.experts: MixtureOfExperts | None = None
+        if index < spec.first_dense_layers:
+            self._dense = SwiGlu(mlp, linears, "")
+        else:
+            self.experts = MixtureOfExperts(spec.moe, mlp, linears)
+
+    def __call__(
+        self, x: Tensor, step: StepInputs, angles: Angles | None, cache: KvCache, index: int
+    ) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        x = x + self.attention(self._norm(x), step, angles, cache, index)
+        normed = self._ffn_norm(x)
+        if self.experts is None:
+            return x + self._dense(normed)
+        return x + self.experts(normed, step.tokens)
+
+
+def require_k2(spec: ModelSpec) -> None:
+    """Raise ConfigError unless this module computes what `spec` describes."""
+    extras = {
+        "kda": spec.kda,
+        "dsa": spec.dsa,
+        "attn_res_block": spec.attn_res_block,
+        "mla_output_gate": spec.mla_output_gate or None,
+        "moe.latent": spec.moe.latent,
+        "quantisation": spec.quantisation,
+        "activation": spec.activation if spec.activation != "silu" else None,
+    }
+    present = [name for name, value in extras.items() if value is not None]
+    if spec.family != "k2" or present:
+        raise ConfigError(
+            f"model {spec.name} of family {spec.family} cannot be computed by the K2 decoder"
+            + (f" (it has {', '.join(present)})" if present else "")
+            + "; choose a bf16 model of the K2 family"
+        )
+
+
+def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in weights.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,200 @@
+"""Which history each query of a step reads, cut into spans that depend on its position alone.
+
+A query at position p attends to positions 0 .. p in spans of a fixed number of tokens, aligned to
+absolute positions. How many spans there are and what is in them follows from p, never from what
+else is in the step (split-KV by batch size is how a row comes to differ from itself,
+tokenspeed#904). Pure index arithmetic, done once per step and used by every layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kimi_runtime.models.cache import KvCache
+
+SPAN_TOKENS = 256
+_WIDTH_TOKENS = 64
+
+Ints = NDArray[np.int64]
+
+
+class TokenRun(Protocol):
+    """Consecutive tokens of one request; `engine.plan.Row` is one."""
+
+    @property
+    def start(self) -> int:
+        """Position of the first token."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens, at least one."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Block `blocks[p // block_tokens]` has position p."""
+
+    @property
+    def sample(self) -> bool:
+        """Logits are wanted after the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanGeometry:
+    """The numbers of tokens a span may be read in, rising; the last is the full span."""
+
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, block_tokens: int) -> "SpanGeometry":
+        """About 256 tokens in whole blocks, in widths of about 64."""
+        width = block_tokens * max(1, _WIDTH_TOKENS // block_tokens)
+        return cls(tuple(width * (i + 1) for i in range(max(1, SPAN_TOKENS // width))))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a full span."""
+        return self.widths[-1]
+
+    def width_for(self, tokens: int) -> int:
+        """The narrowest width that holds `tokens`, at most a full span."""
+        return next((width for width in self.widths if width >= tokens), self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The same span of the histories of G requests, for the queries `first ..` of their group."""
+
+    first: int
+    rows: int
+    """Tokens read of each history: one of the geometry's widths."""
+    blocks: Tensor
+    """[G * rows / block_tokens] int64. Entries past a history's end name any block."""
+    unread: Tensor | None
+    """Indices into [G * rows] of what lies past a history's end, or None. It may hold anything."""
+    hidden: Tensor | None
+    """[queries, 1, rows] bool: positions that a query may not see, or None if it sees all."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Queries with one span list: the tokens of one request, or one token each of many."""
+
+    tokens: Tensor
+    """[Q] int64, indices into the step's tokens."""
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step as tensors. `ids` and `positions` are padded to a row count of the ladder."""
+
+    tokens: int
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    """[tokens] int64: where each token's row goes, in layer 0."""
+    groups: tuple[QueryGroup, ...]
+    sampled: Tensor
+    """[S] int64: tokens whose logits are wanted, in order of the runs."""
+
+
+class StepBuilder:
+    """Turns token runs into tensors on the model's device."""
+
+    def __init__(self, cache: KvCache, geometry: SpanGeometry, device: torch.device) -> None:
+        self._geometry, self._cache, self._device = geometry, cache, device
+        self._block_tokens = cache.block_tokens
+
+    def build(self, runs: Sequence[TokenRun], padded_tokens: int) -> StepInputs:
+        """`padded_tokens` is at least the number of tokens in `runs`."""
+        lengths = np.array([len(run.ids) for run in runs], np.int64)
+        starts = np.array([run.start for run in runs], np.int64)
+        ends = np.cumsum(lengths)
+        tokens = int(ends[-1])
+        tables = [np.array(run.blocks, np.int64) for run in runs]
+        ids = np.zeros(padded_tokens, np.int64)
+        ids[:tokens] = np.fromiter((id_ for run in runs for id_ in run.ids), np.int64, tokens)
+        positions = np.zeros(padded_tokens, np.int64)
+        within = np.arange(tokens) - np.repeat(ends - lengths, lengths)
+        positions[:tokens] = np.repeat(starts, lengths) + within
+        sampled = np.array([run.sample for run in runs], np.bool_)
+        return StepInputs(
+            tokens=tokens,
+            ids=self._tensor(ids),
+            positions=self._tensor(positions),
+            slots=self._slots(runs, tables, positions[:tokens]),
+            groups=self._groups(tables, starts, lengths, ends - lengths),
+            sampled=self._tensor((ends - 1)[sampled]),
+        )
+
+    def _tensor(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _slots(self, runs: Sequence[TokenRun], tables: list[Ints], positions: Ints) -> Tensor:
+        numbers, offsets = np.divmod(positions, self._block_tokens)
+        blocks = np.empty_like(positions)
+        at = 0
+        for run, table in zip(runs, tables, strict=True):
+            part = slice(at, at + len(run.ids))
+            blocks[part] = table[numbers[part]]
+            at += len(run.ids)
+        return self._cache.first_slots(self._tensor(blocks), self._tensor(offsets))
+
+    def _groups(
+        self, tables: list[Ints], starts: Ints, lengths: Ints, first_tokens: Ints
+    ) -> tuple[QueryGroup, ...]:
+        single = np.flatnonzero(lengths == 1)
+        # by rising position, so that those who have a span are a suffix of the group
+        single = single[np.argsort(starts[single], kind="stable")]
+        groups = []
+        if single.size:
+            spans = self._spans_of_many([tables[i] for i in single], starts[single])
+            groups.append(QueryGroup(self._tensor(first_tokens[single]), spans))
+        for i in np.flatnonzero(lengths > 1):
+            query_positions = np.arange(starts[i], starts[i] + lengths[i])
+            tokens = np.arange(first_tokens[i], first_tokens[i] + lengths[i])
+            spans = self._spans_of_one(tables[i], query_positions)
+            groups.append(QueryGroup(self._tensor(tokens), spans))
+        return tuple(groups)
+
+    def _spans_of_many(self, tables: list[Ints], positions: Ints) -> tuple[Span, ...]:
+        """One query each, positions rising."""
+        return tuple(
+            self._span(start, first, tables[first:], positions[first:], positions[first:])
+            for start in range(0, int(positions[-1]) + 1, self._geometry.tokens)
+            for first in (int(np.searchsorted(positions, start)),)
+        )
+
+    def _spans_of_one(self, table: Ints, positions: Ints) -> tuple[Span, ...]:
+        """Queries of one request, positions rising."""
+        return tuple(
+            self._span(start, first, [table], positions[-1:], positions[first:])
+            for start in range(0, int(positions[-1]) + 1, self._geometry.tokens)
+            for first in (int(np.searchsorted(positions, start)),)
+        )
+
+    def _span(
+        self, start: int, first: int, tables: list[Ints], lasts: Ints, positions: Ints
+    ) -> Span:
+        """Span from `start` of histories that end with `lasts`, for queries at `positions`."""
+        rows = self._geometry.width_for(int(lasts.max()) + 1 - start)
+        low, count = start // self._block_tokens, rows // self._block_tokens
+        blocks = np.zeros((len(tables), count), np.int64)
+        for row, table in zip(blocks, tables, strict=True):
+            part = table[low : low + count]
+            row[: part.size] = part
+        columns = np.arange(start, start + rows)
+        past = columns > lasts[:, None]
+        unseen = columns > positions[:, None]
+        return Span(
+            first=first,
+            rows=rows,
+            blocks=self._tensor(blocks.reshape(-1)),
+            unread=self._tensor(np.flatnonzero(past)) if past.any() else None,
+            hidden=self._tensor(unseen[:, None, :]) if unseen.any() else None,
+        )

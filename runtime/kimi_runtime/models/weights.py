@@ -1,0 +1,183 @@
+"""Weights of a model: drawn from a seed, or read from a folder of safetensors."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kimi_runtime.errors import ConfigError
+from kimi_runtime.models.tensors import Part, TensorSpec, k2_tensors
+from kimi_runtime.spec.config_file import load_config
+from kimi_runtime.spec.model import KIMI_NANO, ModelSpec
+from kimi_runtime.spec.worker import FileWeights, RandomWeights
+
+_INDEX = "model.safetensors.index.json"
+_GRID = 2**15  # random values are multiples of 1/_GRID of their greatest one
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """Tensors by Hugging Face name. Equal digests mean equal models, spec and values."""
+
+    tensors: Mapping[str, Tensor]
+    digest: str
+
+
+def open_weights(source: RandomWeights | FileWeights) -> tuple[ModelSpec, ModelWeights]:
+    """The model a worker's file names. ConfigError when it is not there or not what it says."""
+    if isinstance(source, FileWeights):
+        if not source.path.is_dir():
+            raise ConfigError(
+                f"model folder {source.path} is not there; name a folder with config.json and "
+                "safetensors files, or use weights of kind 'random'"
+            )
+        spec = load_config(source.path)
+        return spec, load_weights(spec, source.path)
+    spec = KIMI_NANO if source.config is None else load_config(source.config)
+    return spec, random_weights(spec, source.seed)
+
+
+def random_weights(spec: ModelSpec, seed: int) -> ModelWeights:
+    """The same weights for the same seed on every machine and in every order of drawing.
+
+    Each tensor has a generator of its own, named by seed and tensor. Values are uniform on an
+    integer grid, scaled so that logits have a standard deviation near 3 and attention is neither
+    flat nor a single peak: other histories lead to other ids, so that a wrong cache shows.
+    """
+    tensors = {
+        name: _random_tensor(name, tensor, seed) for name, tensor in k2_tensors(spec).items()
+    }
+    return ModelWeights(tensors, digest_of(spec, tensors))
+
+
+def load_weights(spec: ModelSpec, folder: Path) -> ModelWeights:
+    """Read every tensor the model needs from the folder's safetensors files.
+
+    ConfigError names a missing file or tensor, a shape or a dtype that is not the model's, with
+    what was expected. Tensors the decoder has no use for are left alone.
+    """
+    wanted = k2_tensors(spec)
+    with ExitStack() as opened:
+        found = dict(_files(folder, opened))
+        prefix = _prefix(found)
+        tensors = {}
+        for name, tensor in wanted.items():
+            if prefix + name not in found:
+                raise ConfigError(_missing(prefix + name, tensor, found, folder))
+            path, file = found[prefix + name]
+            tensors[name] = _read(file, prefix + name, tensor, path)
+    return ModelWeights(tensors, digest_of(spec, tensors))
+
+
+def digest_of(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> str:
+    """32 hex digits over the model's dimensions and every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.blake2b(spec.model_dump_json().encode(), digest_size=16, person=b"kimi-model")
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        content = tensor.contiguous().view(torch.uint8).cpu().numpy()
+        inner = xxhash.xxh3_128_hexdigest(content.data)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {inner}\n".encode())
+    return digest.hexdigest()
+
+
+def _random_tensor(name: str, tensor: TensorSpec, seed: int) -> Tensor:
+    key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8, person=b"kimi-weights").digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+    # integers, not normal values: those go through log and cos, which CPUs round differently
+    grid = torch.randint(-_GRID, _GRID + 1, tensor.shape, generator=generator, dtype=torch.int32)
+    values = grid.to(torch.float32) * (1.0 / _GRID)
+    offset, width = _spread(name, tensor.part, tensor.shape[-1])
+    return (values * width + offset).to(getattr(torch, tensor.dtype))
+
+
+def _spread(name: str, part: Part, inputs: int) -> tuple[float, float]:
+    """Centre and half-width of a tensor's values. A uniform deviation is width / sqrt(3)."""
+    unit: float = 3.0**0.5
+    match part:
+        case "embedding":
+            return 0.0, unit
+        case "head":
+            return 0.0, 3.0 * unit * inputs**-0.5
+        case "norm":
+            return 1.0, 0.125
+        case "bias":
+            return 0.0, 0.0625
+        case "matrix":
+            gain = 2.0 if name.endswith(("q_b_proj.weight", "q_proj.weight")) else 1.0
+            return 0.0, gain * unit * inputs**-0.5
+
+
+def _files(folder: Path, opened: ExitStack) -> Iterator[tuple[str, tuple[Path, Any]]]:
+    """Each tensor's name with its file, opened."""
+    for path in _paths(folder):
+        try:
+            file = opened.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as exc:
+            raise ConfigError(
+                f"{path} cannot be read as safetensors: {exc}; fetch the file again"
+            ) from exc
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
+            yield name, (path, file)
+
+
+def _paths(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as exc:
+            raise ConfigError(f"{index} has no 'weight_map' of tensors to files") from exc
+        paths = [folder / str(name) for name in names]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ConfigError(f"{folder} has no .safetensors file; it needs the model's weights")
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{index} names {path.name}, which is not in {folder}; fetch it")
+    return paths
+
+
+def _prefix(found: Mapping[str, object]) -> str:
+    """Multimodal checkpoints keep the decoder under `language_model.`."""
+    nested = "language_model."
+    return nested if any(name.startswith(nested) for name in found) else ""
+
+
+def _missing(name: str, tensor: TensorSpec, found: Mapping[str, object], folder: Path) -> str:
+    expected = f"a {tensor.dtype} tensor of shape {tensor.shape}"
+    packed = sorted(other for other in found if other.startswith(name + "_"))
+    hint = "fetch the missing files"
+    if packed:
+        hint = f"there is {packed[0]}: the weights are quantised, use a {tensor.dtype} checkpoint"
+    return f"{folder} has no tensor {name} ({expected} is expected); {hint}"
+
+
+def _read(file: Any, name: str, wanted: TensorSpec, path: Path) -> Tensor:
+    shape = tuple(file.get_slice(name).get_shape())
+    if shape != wanted.shape:
+        raise ConfigError(
+            f"{name} in {path} has shape {shape}, but the model's config asks for {wanted.shape}; "
+            "config.json and weights are of different models"
+        )
+    tensor: Tensor = file.get_tensor(name)
+    dtype = getattr(torch, wanted.dtype)
+    if tensor.dtype != dtype and not (wanted.dtype == "float32" and _widens(tensor.dtype)):
+        raise ConfigError(
+            f"{name} in {path} is {tensor.dtype}, but {wanted.dtype} is expected; "
+            "use an unquantised checkpoint of that dtype"
+        )
+    return tensor.to(dtype)
+
+
+def _widens(dtype: torch.dtype) -> bool:
+    """Checkpoints exist with the bias in bf16: what was lost there cannot be brought back."""
+    return dtype in (torch.bfloat16, torch.float16)
