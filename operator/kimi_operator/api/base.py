@@ -10,7 +10,7 @@ out of the schema (`presettable`): an API server that filled them in would hide 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 GROUP = "kimistack.dev"
 VERSION = "v1alpha1"
-API_VERSION = f"{GROUP}/{VERSION}"
+API_VERSION: Literal["kimistack.dev/v1alpha1"] = "kimistack.dev/v1alpha1"
 
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Text = Annotated[str, Field(max_length=4096)]

@@ -22,7 +22,7 @@ from kimi_operator.api.limits import ServingLimits
 from kimi_operator.api.metadata import NAME_CAP, ObjectMeta
 from kimi_operator.api.model import LoraAdapter, ModelSource
 from kimi_operator.api.rdma import KIMISTACK_BACKENDS, OTHER_BACKENDS, Rdma, Transfer
-from kimi_operator.api.roles import Role, RoleName, fits_cel, gpu_cel
+from kimi_operator.api.roles import SHAPE_MESSAGE, Role, RoleName, fits_cel, gpu_cel
 from kimi_operator.api.rollout import Budget, Rollout
 from kimi_operator.api.router import Router
 from kimi_operator.api.security import Observability, Security
@@ -63,7 +63,7 @@ def _shape_rule(role: RoleName) -> Rule:
         return part is None or spec.may_change or part.shape_fits
 
     return Rule(
-        "tp x pp x dp (dp left out with dpAttention) must equal nodes x gpu.perPod",
+        SHAPE_MESSAGE,
         holds,
         implies(f"!has(self.preset) && has(self.{role})", fits_cel(f"self.{role}")),
         field=f"{role}.parallelism",

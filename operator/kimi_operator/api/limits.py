@@ -1,6 +1,6 @@
 """What holds for every role alike: blocks must mean the same on both sides of a hand-off."""
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from kimi_operator.api.base import ApiModel, presettable
 

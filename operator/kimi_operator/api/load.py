@@ -24,7 +24,7 @@ class _StrictLoader(yaml.SafeLoader):
 def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
     seen = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
                 None, None, f"a key is a text, not {key!r}", key_node.start_mark
@@ -49,7 +49,9 @@ def load_deployment(path: Path) -> KimiDeployment:
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; is this the right file?")
+            raise ConfigError(
+                f"{path}: larger than {MAX_FILE_BYTES} bytes; is this the right file?"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
@@ -61,7 +63,7 @@ def load_deployment(path: Path) -> KimiDeployment:
 def parse_deployment(text: str, origin: str) -> KimiDeployment:
     """The KimiDeployment in a YAML text; `origin` leads every error. Raises ConfigError."""
     try:
-        documents = [d for d in yaml.load_all(text, _StrictLoader) if d is not None]  # noqa: S506
+        documents = [d for d in yaml.load_all(text, _StrictLoader) if d is not None]
     except yaml.YAMLError as exc:
         raise ConfigError(f"{origin}: {_yaml_problem(exc)}") from exc
     if len(documents) != 1 or not isinstance(documents[0], Mapping):

@@ -58,35 +58,24 @@ class ModelCache(ApiModel):
     )
 
 
-def _source_rules() -> tuple[Rule, ...]:
-    """One rule per source that needs a field, one per field that belongs to some sources."""
-    rules = []
-    for source, fields in NEEDED.items():
-        for field in fields:
-            rules.append(
-                Rule(
-                    f"source {source} needs {field}",
-                    lambda m, s=source, f=field: m.source != s or getattr(m, f) is not None,
-                    implies(f"has(self.source) && self.source == '{source}'", f"has(self.{field})"),
-                    field=field,
-                )
-            )
-    for field, sources in ONLY_WITH.items():
-        camel = to_camel(field)
-        listed = ", ".join(f"'{source}'" for source in sources)
-        rules.append(
-            Rule(
-                f"{camel} goes with source {' or '.join(sources)} only",
-                lambda m, s=sources, f=field: (
-                    m.source is None or getattr(m, f) is None or m.source in s
-                ),
-                implies(
-                    f"has(self.source) && has(self.{camel})", f"self.source in [{listed}]"
-                ),
-                field=camel,
-            )
-        )
-    return tuple(rules)
+def _needs(source: str, field: str) -> Rule:
+    return Rule(
+        f"source {source} needs {field}",
+        lambda m: m.source != source or getattr(m, field) is not None,
+        implies(f"has(self.source) && self.source == '{source}'", f"has(self.{field})"),
+        field=field,
+    )
+
+
+def _goes_with(field: str, sources: tuple[str, ...]) -> Rule:
+    camel = to_camel(field)
+    listed = ", ".join(f"'{source}'" for source in sources)
+    return Rule(
+        f"{camel} goes with source {' or '.join(sources)} only",
+        lambda m: m.source is None or getattr(m, field) is None or m.source in sources,
+        implies(f"has(self.source) && has(self.{camel})", f"self.source in [{listed}]"),
+        field=camel,
+    )
 
 
 class ModelSource(ApiModel):
@@ -132,7 +121,8 @@ class ModelSource(ApiModel):
     ) = Field(None, description="sha256 of the safetensors index; a mismatch stops the start.")
 
     rules: ClassVar = (
-        *_source_rules(),
+        *(_needs(source, field) for source, fields in NEEDED.items() for field in fields),
+        *(_goes_with(field, sources) for field, sources in ONLY_WITH.items()),
         Rule(
             "path must be absolute for hostPath",
             lambda m: m.source != "hostPath" or (m.path or "/").startswith("/"),

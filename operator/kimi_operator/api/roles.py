@@ -133,10 +133,17 @@ def gpu_cel(role: str) -> str:
 
 
 def fits_cel(role: str) -> str:
-    """CEL: the parallelism takes exactly the instance's GPUs, one process per node on a CPU."""
-    per_pod = f"{role}.gpu.perPod"
-    have = f"{value_or(f'{role}.parallelism.nodes', '1')} * ({per_pod} == 0 ? 1 : {per_pod})"
-    return implies(given(per_pod), f"{gpu_cel(role)} == {have}")
+    """CEL: what `Role.shape_fits` says."""
+    per_pod, gpus = f"{role}.gpu.perPod", f"({gpu_cel(role)})"
+    nodes = value_or(f"{role}.parallelism.nodes", "1")
+    have = f"{nodes} * ({per_pod} == 0 ? 1 : {per_pod})"
+    return f"({given(per_pod)}) ? {gpus} == {have} : {gpus} % {nodes} == 0"
+
+
+SHAPE_MESSAGE = (
+    "tp x pp x dp (dp left out with dpAttention) must equal nodes x gpu.perPod, or be a multiple "
+    "of nodes where perPod is not written"
+)
 
 
 def _engine_command(role: "Role") -> Any:
@@ -193,14 +200,13 @@ class Role(ApiModel):
             field="replicas",
         ),
         Rule(
-            "tp x pp x dp (dp left out with dpAttention) must equal nodes x gpu.perPod",
+            SHAPE_MESSAGE,
             lambda m: not m.shape_is_written or m.shape_fits,
             implies(
                 " && ".join(
                     f"has(self.parallelism.{name})"
                     for name in ("tp", "pp", "dp", "dpAttention", "nodes")
-                )
-                .join(("has(self.parallelism) && ", " && "))
+                ).join(("has(self.parallelism) && ", " && "))
                 + given("self.gpu.perPod"),
                 fits_cel("self"),
             ),
@@ -234,7 +240,10 @@ class Role(ApiModel):
 
     @property
     def shape_fits(self) -> bool:
-        """Whether the parallelism takes exactly the GPUs of the instance's pods."""
+        """Whether the parallelism takes exactly the GPUs of the instance's pods.
+
+        Where GPUs per pod are not written a pod gets its share; a pod without GPU is one process.
+        """
         if self.gpu.per_pod is None:
             return self.parallelism.gpus % self.parallelism.nodes == 0
         return self.parallelism.gpus == self.parallelism.nodes * max(self.gpu.per_pod, 1)
@@ -243,8 +252,8 @@ class Role(ApiModel):
     def shape_figures(self) -> str:
         """Both sides of the comparison in `shape_fits`."""
         p, per_pod = self.parallelism, self.gpu.per_pod
-        have = "any" if per_pod is None else p.nodes * max(per_pod, 1)
-        return f"the parallelism takes {p.gpus}, {p.nodes} node(s) have {have}"
+        have = "" if per_pod is None else f" with {max(per_pod, 1)} each"
+        return f"the parallelism takes {p.gpus}, on {p.nodes} node(s){have}"
 
     @property
     def gpus_per_pod(self) -> int:

@@ -60,8 +60,8 @@ class Router(ApiModel):
     api_keys_secret_ref: SecretKeyRef | None = Field(
         None, description="API keys, one a line; none: no key is asked for."
     )
-    default_max_tokens: PositiveInt = Field(
-        4096, description="Output tokens of a request that does not say how many."
+    default_max_tokens: PositiveInt = presettable(
+        4096, "Output tokens of a request that does not say how many."
     )
     max_in_flight: PositiveInt = Field(256, description="Beyond this a request gets 429.")
     max_body: Annotated[Bytes, Gt(0)] = Field(32 * 2**20, description="Largest request body.")

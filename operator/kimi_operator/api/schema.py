@@ -125,10 +125,10 @@ def structural(model: type[ApiModel]) -> Schema:
     own = {"metadata": {"type": "object"}}
     fixed = {field: {"type": "string", "maxLength": 64} for field in ("apiVersion", "kind")}
     raw = {**raw, "properties": {**raw["properties"], **fixed, **own}, "required": ["spec"]}
-    return _node(raw, raw.get("$defs", {}), _models_by_name(model), model.__name__)
+    return _node(raw, raw.get("$defs", {}), models_of(model), model.__name__)
 
 
-def _models_by_name(model: type[BaseModel]) -> dict[str, type[ApiModel]]:
+def models_of(model: type[BaseModel]) -> dict[str, type[ApiModel]]:
     """Every model the resource is made of, by the name pydantic's `$defs` use."""
     found: dict[str, type[ApiModel]] = {}
     pending: list[Any] = [model]
@@ -203,7 +203,7 @@ def _as_written(model: type[ApiModel], raw: Schema) -> Schema:
     for name, child in raw["properties"].items():
         field = fields[name]
         if isinstance(child.get("default"), int | float) and child.get("type") == "string":
-            unit = TypeAdapter(Annotated[(field.annotation, *field.metadata)])
+            unit: TypeAdapter[Any] = TypeAdapter(Annotated[(field.annotation, *field.metadata)])  # type: ignore[arg-type]
             child = {**child, "default": unit.dump_python(field.default, mode="json")}
         properties[name] = child
     return {**raw, "properties": properties}

@@ -43,7 +43,9 @@ class RoleStatus(ApiModel):
     owner: Literal["Spec", "External", "Planner"] | None = Field(
         None, description="Who writes the number of instances."
     )
-    blocked: Text | None = Field(None, description="What the slowest instance waits for, and how long.")
+    blocked: Text | None = Field(
+        None, description="What the slowest instance waits for, and how long."
+    )
     selector: Text | None = Field(None, description="Labels of the instances' first pods.")
 
 
@@ -99,7 +101,8 @@ class DeploymentStatus(ApiModel):
     update_revision: Name | None = Field(None, description="Revision the spec asks for.")
     rollout: RolloutStatus | None = Field(None, description="The running rollout.")
     compat_level: NonNegativeInt | None = Field(
-        None, description="Level of defaults at creation; kept, so that an upgrade restarts nothing."
+        None,
+        description="Level of defaults at creation; kept, so that an upgrade restarts nothing.",
     )
     url: Name | None = Field(None, description="Where clients send requests.")
     endpoints: Annotated[tuple[Name, ...], Field(max_length=LIST_CAP)] = Field(

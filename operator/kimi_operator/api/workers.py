@@ -43,4 +43,4 @@ class KimiWorkers(ApiModel):
 class WorkersMeta(ObjectMeta):
     """Metadata of a KimiWorkers, whose name is the deployment's and the role's."""
 
-    name: Name = Field(description="<deployment>-<role>.")  # type: ignore[assignment]
+    name: Name = Field(description="<deployment>-<role>.")

@@ -1,0 +1,267 @@
+"""A deployment as processes of one machine: the files each of them starts from."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kimi_operator.api.deployment import DeploymentSpec
+from kimi_operator.api.roles import Role, RoleName
+from kimi_operator.desired.effective import Effective
+from kimi_operator.desired.fit import known_model
+from kimi_runtime.errors import CapacityError, ConfigError
+from kimi_runtime.spec.router import (
+    LeastLoad,
+    LongestPrefix,
+    PoolEndpoint,
+    RouterSpec,
+    WorkerEndpoint,
+)
+from kimi_runtime.spec.sizes import weight_bytes
+from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.spec.worker import EngineLimits, FileWeights, RandomWeights, WorkerSpec
+from kimi_runtime.spec.worker import Role as WorkerRole
+
+Kind = Literal["umbp", "worker", "router"]
+LOCAL_HOST = "127.0.0.1"
+PROCESS_BYTES = 400 * 2**20
+"""Resident size of a worker before weights and KV, measured with torch's CPU build."""
+POOL = "umbp-0"
+ROUTER = "router-0"
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the machine contributes: folders, ports by process name, the router's front."""
+
+    run_dir: Path
+    call_key: Path
+    ports: Mapping[str, int]
+    host: str = LOCAL_HOST
+    api_keys: Path | None = None
+    vocabulary: Path | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to use, in bytes: memory, and the shared memory file system within it."""
+
+    memory_bytes: int
+    shm_bytes: int
+    shm_path: str
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process: its spec, where it listens, how long it may take to start and to stop."""
+
+    name: str
+    kind: Kind
+    role: str
+    spec: WorkerSpec | UmbpSpec | RouterSpec
+    host: str
+    port: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """All processes of a deployment, in the order they start; they stop in the reverse."""
+
+    name: str
+    model: str
+    processes: tuple[ProcessPlan, ...]
+
+    @property
+    def router(self) -> ProcessPlan:
+        """The front door."""
+        return next(process for process in self.processes if process.kind == "router")
+
+
+def process_names(spec: DeploymentSpec) -> tuple[str, ...]:
+    """Names of a deployment's processes, in starting order."""
+    pool = (POOL,) if spec.kv_pool.enabled else ()
+    return (*pool, *(name for name, _, _ in _workers(spec)), ROUTER)
+
+
+def plan_processes(effective: Effective, places: Places, machine: Machine) -> LocalPlan:
+    """The processes of an effective deployment on this machine.
+
+    Raises ConfigError for what processes of one machine cannot do, CapacityError if they do not fit
+    its memory.
+    """
+    spec = effective.deployment.spec
+    _check_can_run_here(spec, places)
+    _check_memory(spec, machine)
+    served = spec.model.served_name or effective.deployment.name
+    pool = [_pool(spec, places)] if spec.kv_pool.enabled else []
+    workers = [_worker(spec, *worker, places) for worker in _workers(spec)]
+    router = _router(spec, effective, served, pool, workers, places)
+    return LocalPlan(effective.deployment.name, served, (*pool, *workers, router))
+
+
+def _workers(spec: DeploymentSpec) -> Iterator[tuple[str, RoleName, Role]]:
+    for role_name, role in spec.roles():
+        for index in range(role.least_replicas):
+            yield f"{role_name}-{index}", role_name, role
+
+
+def _check_can_run_here(spec: DeploymentSpec, places: Places) -> None:
+    problems = {
+        "engine": spec.engine != "kimistack" and f"{spec.engine} is not started here",
+        "model.source": spec.model.source not in ("local", "hostPath", "random")
+        and f"{spec.model.source} needs a cluster; download the model and use local",
+        "transfer.backend": spec.prefill is not None
+        and spec.transfer.backend != "shm"
+        and f"processes of one machine hand KV over by shm, not {spec.transfer.backend}",
+        "kvPool.ssd": spec.kv_pool.enabled
+        and spec.kv_pool.ssd is not None
+        and "the pool daemon started here keeps blocks in memory alone",
+        "kvPool.dram": spec.kv_pool.enabled
+        and spec.kv_pool.dram is None
+        and "is needed, e.g. 128MiB",
+        "router.apiKeysSecretRef": spec.router.api_keys_secret_ref is not None
+        and places.api_keys is None
+        and "there are no Secrets here; give the keys with --api-key-file",
+    }
+    for name, role in spec.roles():
+        problems[f"{name}.parallelism"] = role.parallelism.gpus > 1 and (
+            f"a worker started here is one process, this takes {role.parallelism.gpus}"
+        )
+        problems[f"{name}.limits.kvMemory"] = (
+            role.limits.kv_memory is None and "is needed, e.g. 256MiB"
+        )
+        problems[f"{name}.replicas"] = role.least_replicas == 0 and "at least 1 is needed here"
+    for field, problem in problems.items():
+        if problem:
+            raise ConfigError(f"spec.{field}: {problem}")
+
+
+def _check_memory(spec: DeploymentSpec, machine: Machine) -> None:
+    workers = [role for _, _, role in _workers(spec)]
+    pool = (spec.kv_pool.dram or 0) if spec.kv_pool.enabled else 0
+    kv = sum(role.limits.kv_memory or 0 for role in workers)
+    model = None if spec.model.config else known_model(spec.model.id)
+    weights = (weight_bytes(model) if model else 0) * len(workers)
+    parts = (
+        f"{_gib(weights)} of weights, {_gib(kv)} of KV, {_gib(pool)} of pool, "
+        f"{_gib(PROCESS_BYTES * len(workers))} for {len(workers)} worker processes"
+    )
+    fix = "lower kvPool.dram, limits.kvMemory or replicas, or use a larger machine"
+    total = weights + kv + pool + PROCESS_BYTES * len(workers)
+    if total > machine.memory_bytes:
+        raise CapacityError(
+            "the deployment",
+            need=f"{_gib(total)} ({parts})",
+            have=f"{_gib(machine.memory_bytes)} available",
+            where="this machine's memory",
+            fix=fix,
+        )
+    if kv + pool > machine.shm_bytes:
+        raise CapacityError(
+            "KV that processes share",
+            need=f"{_gib(kv + pool)} ({_gib(kv)} of KV, {_gib(pool)} of pool)",
+            have=f"{_gib(machine.shm_bytes)} free",
+            where=machine.shm_path,
+            fix=fix,
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _pool(spec: DeploymentSpec, places: Places) -> ProcessPlan:
+    pool = UmbpSpec(
+        name=POOL,
+        host=LOCAL_HOST,
+        port=places.ports[POOL],
+        socket=places.run_dir / f"{POOL}.sock",
+        arena=places.run_dir / f"{POOL}.arena",
+        dram_bytes=spec.kv_pool.dram or 0,
+        page_bytes=spec.kv_pool.page,
+        call_key=places.call_key,
+        log_level=spec.observability.log_level,
+    )
+    return ProcessPlan(POOL, "umbp", "pool", pool, LOCAL_HOST, pool.port, 60.0, 10.0)
+
+
+def _worker(
+    spec: DeploymentSpec, name: str, role_name: RoleName, role: Role, places: Places
+) -> ProcessPlan:
+    uses_pool = spec.kv_pool.enabled and role_name in spec.kv_pool.roles
+    worker_role = WorkerRole(role_name) if spec.prefill is not None else WorkerRole.BOTH
+    worker = WorkerSpec(
+        name=name,
+        role=worker_role,
+        host=LOCAL_HOST,
+        port=places.ports[name],
+        weights=_weights(spec),
+        vocabulary=places.vocabulary,
+        limits=EngineLimits(
+            block_tokens=spec.limits.block_tokens,
+            kv_bytes=role.limits.kv_memory or 0,
+            max_running=role.limits.max_running,
+            max_waiting=role.limits.max_waiting,
+            step_tokens=role.limits.step_tokens,
+            max_context_tokens=spec.limits.max_context_tokens,
+        ),
+        threads=role.limits.threads,
+        run_dir=places.run_dir,
+        call_key=places.call_key,
+        umbp_socket=places.run_dir / f"{POOL}.sock" if uses_pool else None,
+        transfer="shm",
+        drain=role.drain.timeout,
+        log_level=spec.observability.log_level,
+    )
+    stop_s = role.drain.timeout + 5.0
+    start_s = role.probes.startup_timeout
+    return ProcessPlan(
+        name, "worker", worker_role.value, worker, LOCAL_HOST, worker.port, start_s, stop_s
+    )
+
+
+def _weights(spec: DeploymentSpec) -> RandomWeights | FileWeights:
+    if spec.model.source == "random":
+        config = Path(spec.model.config) if spec.model.config else None
+        return RandomWeights(config=config, seed=spec.model.seed or 0)
+    return FileWeights(path=Path(spec.model.path or ""))
+
+
+def _router(
+    spec: DeploymentSpec,
+    effective: Effective,
+    served: str,
+    pools: list[ProcessPlan],
+    workers: list[ProcessPlan],
+    places: Places,
+) -> ProcessPlan:
+    architecture = effective.preset.architecture if effective.preset else spec.model.id
+    model = known_model(architecture)
+    router = RouterSpec(
+        name=ROUTER,
+        host=places.host,
+        port=places.ports[ROUTER],
+        model_name=served,
+        family="k3" if model and model.family in ("k3", "k31") else "k2",
+        thinking=spec.router.thinking,
+        vocabulary=places.vocabulary,
+        workers=tuple(
+            WorkerEndpoint(name=p.name, role=WorkerRole(p.role), url=_url(p)) for p in workers
+        ),
+        pools=tuple(PoolEndpoint(name=p.name, url=_url(p)) for p in pools),
+        policy=LeastLoad() if spec.router.policy == "least_load" else LongestPrefix(),
+        call_key=places.call_key,
+        api_keys=places.api_keys,
+        max_body=spec.router.max_body,
+        max_in_flight=spec.router.max_in_flight,
+        default_max_tokens=spec.router.default_max_tokens,
+        request_deadline=spec.router.request_timeout,
+        log_level=spec.observability.log_level,
+    )
+    return ProcessPlan(ROUTER, "router", "router", router, places.host, router.port, 60.0, 10.0)
+
+
+def _url(process: ProcessPlan) -> str:
+    return f"http://{process.host}:{process.port}"
