@@ -1,0 +1,138 @@
+"""The integrity tag of a block's layer group: 16 bytes over 4 KiB leaves, bound to the block.
+
+    leaf  = XXH3-64 (seed 0) of 4096 bytes, the last ones padded with zeros; 8 bytes, big-endian
+    tag   = BLAKE2b-128(key = binding, person "kimi-tag"; group u32 ‖ size u64 ‖ leaves in order)
+
+`binding` is the block's key (or what else names it), so the bytes of another block never pass. Any
+leaf may be hashed alone, as its bytes arrive, in any order, here or on a device. Which function
+hashes leaves is an argument: `numpy_leaves` needs nothing but numpy, the runtime's uses a C library
+and is the same function. XXH3 is written down in the xxHash specification, `xxh3` section.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LEAF_BYTES = 4096
+LEAF_DIGEST_BYTES = 8
+TAG_BYTES = 16
+
+Leaves = Callable[[memoryview], bytes]
+"""Bytes of any length -> the digests of their leaves, one after another."""
+
+
+def leaf_count(size: int) -> int:
+    """Leaves of `size` bytes."""
+    return -(-size // LEAF_BYTES)
+
+
+def tag_of_leaves(binding: bytes, group: int, size: int, leaves: bytes) -> bytes:
+    """The tag of `size` bytes whose leaf digests are `leaves`. `binding` has at most 64 bytes."""
+    head = struct.pack("<IQ", group, size)
+    return hashlib.blake2b(
+        head + leaves, key=binding, digest_size=TAG_BYTES, person=b"kimi-tag"
+    ).digest()
+
+
+def block_tags(
+    binding: bytes, group_bytes: Sequence[int], block: memoryview, leaves: Leaves
+) -> "tuple[bytes, ...]":
+    """One tag per layer group of a block; ValueError if the groups do not fill it."""
+    if sum(group_bytes) != block.nbytes:
+        raise ValueError(f"layer groups of {sum(group_bytes)} bytes in a block of {block.nbytes}")
+    tags, start = [], 0
+    for group, size in enumerate(group_bytes):
+        digests = leaves(block[start : start + size])
+        tags.append(tag_of_leaves(binding, group, size, digests))
+        start += size
+    return tuple(tags)
+
+
+def numpy_leaves() -> Leaves:
+    """The leaf function on numpy; ImportError without numpy."""
+    import numpy as np
+
+    secret = np.frombuffer(_SECRET, np.uint8)
+
+    def words(offset: int, count: int) -> Any:
+        return np.frombuffer(secret[offset : offset + 8 * count].tobytes(), "<u8")
+
+    stripe_keys = np.stack([words(8 * stripe, 8) for stripe in range(16)])  # [16, 8]
+    last_key = words(192 - 64 - 7, 8)
+    scramble_key = words(192 - 64, 8)
+    merge_key = words(11, 8)
+    low32, prime32_1 = np.uint64(0xFFFFFFFF), np.uint64(_PRIME32_1)
+    swapped = [1, 0, 3, 2, 5, 4, 7, 6]
+    initial = np.array(_INITIAL, np.uint64)
+
+    def accumulate(stripes: Any, keys: Any) -> Any:  # [L, S, 8] -> [L, 8]
+        keyed = stripes ^ keys
+        products = (keyed & low32) * (keyed >> np.uint64(32))
+        return products.sum(axis=1) + stripes.sum(axis=1)[:, swapped]
+
+    def fold(left: Any, right: Any) -> Any:  # the two halves of the 128-bit product, xored
+        shift = np.uint64(32)
+        left_low, left_high = left & low32, left >> shift
+        right_low, right_high = right & low32, right >> shift
+        cross = left_high * right_low
+        middle = (left_low * right_low >> shift) + (cross & low32) + left_low * right_high
+        high = (cross >> shift) + (middle >> shift) + left_high * right_high
+        return high ^ (left * right)
+
+    def full_leaves(data: Any) -> Any:  # [L, 64, 8] -> [L]
+        state = np.broadcast_to(initial, (len(data), 8))
+        for block in range(4):
+            stripes = data[:, 16 * block : 16 * block + 16]
+            if block < 3:
+                state = state + accumulate(stripes, stripe_keys)
+                state = (state ^ (state >> np.uint64(47)) ^ scramble_key) * prime32_1
+            else:
+                state = state + accumulate(stripes[:, :15], stripe_keys[:15])
+                state = state + accumulate(stripes[:, 15:], last_key)
+        keyed = state ^ merge_key
+        folded = fold(keyed[:, 0::2], keyed[:, 1::2]).sum(axis=1)
+        digest = folded + np.uint64(LEAF_BYTES * _PRIME64_1 & (2**64 - 1))
+        digest = (digest ^ (digest >> np.uint64(37))) * np.uint64(0x165667919E3779F9)
+        return digest ^ (digest >> np.uint64(32))
+
+    def leaves(view: memoryview) -> bytes:
+        count = leaf_count(view.nbytes)
+        flat = np.frombuffer(view, np.uint8)
+        digests = np.empty(count, ">u8")
+        whole = view.nbytes // LEAF_BYTES
+        for start in range(0, whole, 32):  # 128 KiB at a time stay in the cache
+            stop = min(start + 32, whole)
+            piece = flat[start * LEAF_BYTES : stop * LEAF_BYTES].view("<u8")
+            digests[start:stop] = full_leaves(piece.reshape(-1, 64, 8))
+        if whole < count:
+            padded = np.zeros(LEAF_BYTES, np.uint8)
+            padded[: view.nbytes - whole * LEAF_BYTES] = flat[whole * LEAF_BYTES :]
+            digests[whole] = full_leaves(padded.view("<u8").reshape(1, 64, 8))[0]
+        return digests.tobytes()
+
+    return leaves
+
+
+_PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIME64_1, _PRIME64_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F
+_PRIME64_3, _PRIME64_4 = 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
+_PRIME64_5 = 0x27D4EB2F165667C5
+_INITIAL = (
+    _PRIME32_3,
+    _PRIME64_1,
+    _PRIME64_2,
+    _PRIME64_3,
+    _PRIME64_4,
+    _PRIME32_2,
+    _PRIME64_5,
+    _PRIME32_1,
+)
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)

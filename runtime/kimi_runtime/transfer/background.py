@@ -1,0 +1,82 @@
+"""Blocking copies beside the event loop, which end when they are told to.
+
+A thread can't be cancelled. What runs here looks at `stop` between pieces of at most a megabyte and
+returns what it has done; its caller always waits for that, also when cancelled, because memory that
+a forgotten thread still writes to is worse than a wait of a tenth of a millisecond.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kimi_runtime import clock
+
+Result = TypeVar("Result")
+
+INLINE_BYTES = 64 << 10
+"""Copies up to this size cost less than handing them to a thread."""
+
+
+class Stop:
+    """A flag a thread looks at."""
+
+    __slots__ = ("_set",)
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self._set
+
+    def set(self) -> None:
+        """Ask to stop."""
+        self._set = True
+
+
+async def in_thread(
+    work: Callable[[Stop], Result],
+    *,
+    ends_s: float,
+    stop: Stop | None = None,
+    poke: Callable[[], Awaitable[object]] | None = None,
+    every_s: float = 1.0,
+) -> tuple[Result, bool]:
+    """Run `work(stop)` in a thread until `ends_s` (of `clock.now_s`), then ask it to stop.
+
+    Returns its result and whether it was stopped by the deadline (its result then says how far it
+    came). `poke` is awaited every `every_s` meanwhile. The thread has ended when this returns or
+    raises.
+    """
+    stop = stop or Stop()
+    future = asyncio.get_running_loop().run_in_executor(None, work, stop)
+    late = False
+    try:
+        while not future.done():
+            left_s = ends_s - clock.now_s()
+            await asyncio.wait({future}, timeout=max(0.0, min(left_s, every_s)))
+            if future.done():
+                break
+            if clock.now_s() >= ends_s:
+                late = True
+                break
+            if poke is not None:
+                await poke()
+    finally:
+        if not future.done():
+            stop.set()
+            await _ended(future)
+    return future.result(), late
+
+
+async def _ended(future: asyncio.Future[Result]) -> None:
+    """Wait for a future whatever happens to us, then let a cancellation pass."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        future.exception()  # seen: nobody else will look
+        raise cancelled

@@ -1,0 +1,330 @@
+"""The engine's side of its node's pool: load and store blocks, whatever the daemon does.
+
+A missing, slow or restarting daemon is an outcome, never an exception: the engine computes what it
+does not get. The connection is made again by itself, with backoff, by the next call that needs it.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kimi_connect import wire
+from kimi_connect.blocks import CopiedOut, copy_in, copy_out, flat
+from kimi_connect.wire import Commitment, Gap, Grant, Granted, GroupTag, Op, Outcome
+from kimi_runtime import clock
+from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
+from kimi_runtime.umbp.link import Link, LinkLost, open_link
+from kimi_runtime.umbp.tags import leaves
+
+__all__ = ["LoadResult", "Outcome", "PoolClient", "open_pool"]
+
+BACKOFF_S = (0.05, 2.0)
+ANSWER_S = 0.25
+"""Time given to end what was begun (unpin, commit) when the deadline is near or over."""
+
+KEYS_A_CALL = 256
+
+
+class LoadResult(NamedTuple):
+    """The first `blocks` targets have their verified bytes; `outcome` says why the run ended.
+
+    Targets after the run have undefined bytes, and nothing writes to them any more.
+    """
+
+    blocks: int
+    outcome: Outcome
+
+
+async def open_pool(
+    socket: Path,
+    call_key: bytes,
+    *,
+    name: str = "engine",
+    group_bytes: Sequence[int] = (),
+    connect_s: float = 1.0,
+) -> "PoolClient":
+    """A client of the daemon behind `socket`; also when no daemon is there yet.
+
+    `group_bytes` are the sizes of a block's layer groups, one tag each; empty: one tag a block.
+    """
+    client = PoolClient(socket, call_key, name=name, group_bytes=group_bytes, connect_s=connect_s)
+    await client.held([])
+    return client
+
+
+class PoolClient:
+    """Calls may run concurrently. Cancelling one frees what it held."""
+
+    def __init__(
+        self,
+        socket: Path,
+        call_key: bytes,
+        *,
+        name: str,
+        group_bytes: Sequence[int],
+        connect_s: float,
+    ) -> None:
+        self.blocks: Counter[Outcome] = Counter()
+        """Blocks asked for, by what became of them."""
+        self.stored_blocks = 0
+        self.connects = 0
+        self._socket, self._call_key, self._name = socket, call_key, name
+        self._group_bytes = tuple(group_bytes)
+        self._connect_s = connect_s
+        self._instance = secrets.token_bytes(16)
+        self._link: Link | None = None
+        self._connecting = asyncio.Lock()
+        self._retry_s = 0.0
+        self._backoff_s = BACKOFF_S[0]
+        self._writing: set[int] = set()
+        self._unreported: Counter[Outcome] = Counter()
+        self._closed = False
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a connection now."""
+        return self._link is not None and not self._link.lost
+
+    async def held(self, keys: Sequence[bytes], *, deadline_s: float = 1.0) -> int:
+        """Length of the leading run the pool holds; 0 without a daemon. Renews nothing."""
+        ends_s = clock.now_s() + deadline_s
+        run = 0
+        try:
+            link = await self._connected(ends_s)
+            while run < len(keys):
+                part = list(keys[run : run + wire.MAX_KEYS])
+                answer = await link.call(
+                    Op.HELD, wire.pack_keys(part), within_s=ends_s - clock.now_s()
+                )
+                count = wire.unpack_number(_payload(answer, Op.COUNT))
+                run += count
+                if count < len(part):
+                    break
+        except (LinkLost, TimeoutError, wire.WireError):
+            return run
+        return run
+
+    async def load(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+    ) -> LoadResult:
+        """Copy the leading run of `keys` into `into`, verified after the copy, in time.
+
+        `into` has one writable view per key. ValueError if the lengths differ.
+        """
+        if len(keys) != len(into):
+            raise ValueError(f"{len(keys)} keys for {len(into)} targets")
+        ends_s = clock.now_s() + deadline_s
+        done, outcome = 0, Outcome.HIT
+        while done < len(keys) and outcome is Outcome.HIT:
+            part = slice(done, done + KEYS_A_CALL)
+            count, outcome = await self._load_part(keys[part], into[part], ends_s)
+            done += count
+        self.blocks[Outcome.HIT] += done
+        if outcome is not Outcome.HIT:
+            self.blocks[outcome] += len(keys) - done
+        return LoadResult(done, outcome)
+
+    async def store(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+    ) -> int:
+        """Put blocks, evicting colder ones; how many leading ones the pool holds now.
+
+        Stops at the first block the pool has no room for. ValueError if the lengths differ.
+        """
+        if len(keys) != len(blocks):
+            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+        ends_s = clock.now_s() + deadline_s
+        done = 0
+        try:
+            while done < len(keys):
+                part = slice(done, done + KEYS_A_CALL)
+                asked, kept = await self._store_part(keys[part], blocks[part], ends_s)
+                done += kept
+                if kept < asked or not asked:
+                    break
+        except (LinkLost, TimeoutError, wire.WireError):
+            pass
+        self.stored_blocks += done
+        return done
+
+    async def aclose(self) -> None:
+        """End the connection; pins and reservations end with it."""
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+
+    async def _connected(self, ends_s: float) -> Link:
+        """The connection, made again if it must and may be. LinkLost."""
+        if self._link is not None and not self._link.lost:
+            return self._link
+        async with self._connecting:
+            if self._link is not None and not self._link.lost:
+                return self._link
+            if self._closed or clock.now_s() < self._retry_s:
+                raise LinkLost("the pool daemon could not be reached a moment ago")
+            sent = frozenset(self._writing)
+            try:
+                self._link = await open_link(
+                    self._socket,
+                    self._call_key,
+                    instance=self._instance,
+                    name=self._name,
+                    writing=sent,
+                    within_s=min(self._connect_s, max(0.0, ends_s - clock.now_s())),
+                )
+            except LinkLost:
+                self._retry_s = clock.now_s() + self._backoff_s
+                self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+                raise
+            self._backoff_s = BACKOFF_S[0]
+            self.connects += 1
+            self._settle(self._link, sent - self._writing)
+            self._report(self._link)
+            return self._link
+
+    async def _load_part(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
+    ) -> LoadResult:
+        try:
+            link = await self._connected(ends_s)
+            answer = await link.call(
+                Op.PIN, wire.pack_keys(list(keys)), within_s=ends_s - clock.now_s()
+            )
+            pin, gap, blocks = wire.unpack_pinned(_payload(answer, Op.PINNED))
+        except (LinkLost, wire.WireError):
+            return self._lost(Outcome.UNAVAILABLE, len(keys))
+        except TimeoutError:
+            return self._lost(Outcome.LATE, len(keys))
+        if not blocks:
+            return LoadResult(0, Outcome.MISS)
+        copied, late = await self._copy_out(link, pin, keys, blocks, into, ends_s)
+        try:
+            answer = await link.call(
+                Op.UNPIN,
+                wire.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None),
+                within_s=max(ANSWER_S, ends_s - clock.now_s()),
+            )
+            protected = wire.unpack_number(_payload(answer, Op.COUNT))
+        except (LinkLost, TimeoutError, wire.WireError):
+            return self._lost(Outcome.UNAVAILABLE, len(keys))
+        if not protected:
+            return LoadResult(0, Outcome.LATE)  # the daemon counts a lapsed pin itself
+        if copied.corrupt is not None:
+            return LoadResult(copied.good, Outcome.CORRUPT)
+        if late:
+            return LoadResult(copied.good, Outcome.LATE)
+        return LoadResult(copied.good, Outcome.HIT if gap is Gap.NONE else Outcome.MISS)
+
+    async def _copy_out(
+        self,
+        link: Link,
+        pin: int,
+        keys: Sequence[bytes],
+        blocks: Sequence[wire.PinnedBlock],
+        into: Sequence[memoryview],
+        ends_s: float,
+    ) -> tuple[CopiedOut, bool]:
+        arena = link.arena
+        assert arena is not None
+
+        def work(stop: Stop) -> CopiedOut:
+            return copy_out(arena, keys, blocks, into, leaves, stop)
+
+        async def renew() -> None:
+            link.tell(Op.RENEW, wire.pack_number(pin))
+
+        try:
+            if sum(block.size for block in blocks) <= INLINE_BYTES:
+                return work(Stop()), False
+            return await in_thread(work, ends_s=ends_s, poke=renew, every_s=link.pin_lease_s / 3)
+        except BaseException:
+            link.tell(Op.UNPIN, wire.pack_unpin(pin, 0, corrupt=False))
+            raise
+
+    async def _store_part(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], ends_s: float
+    ) -> tuple[int, int]:
+        """How many of `keys` were asked for, and how many leading ones of them are kept."""
+        link = await self._connected(ends_s)
+        views = [flat(block) for block in blocks]
+        items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
+        answer = await link.call(
+            Op.RESERVE, wire.pack_reserve(items), within_s=ends_s - clock.now_s()
+        )
+        grants = wire.unpack_reserved(_payload(answer, Op.RESERVED))
+        mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
+        written = await self._copy_in(
+            link,
+            [keys[n] for n in mine],
+            [grants[n] for n in mine],
+            [views[n] for n in mine],
+            ends_s,
+        )
+        answer = await link.call(
+            Op.COMMIT,
+            wire.pack_commit(written),
+            within_s=max(ANSWER_S, ends_s - clock.now_s()),
+        )
+        states = wire.unpack_committed(_payload(answer, Op.COMMITTED))
+        kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
+        kept |= {
+            n for n, state in zip(mine, states, strict=False) if state is not Commitment.EXPIRED
+        }
+        run = next((n for n in range(len(grants)) if n not in kept), len(grants))
+        return len(grants), run
+
+    async def _copy_in(
+        self,
+        link: Link,
+        keys: Sequence[bytes],
+        grants: Sequence[Granted],
+        blocks: Sequence[memoryview],
+        ends_s: float,
+    ) -> list[tuple[int, tuple[GroupTag, ...]]]:
+        arena = link.arena
+        assert arena is not None
+        generations = {granted.generation for granted in grants}
+        written: list[tuple[int, tuple[GroupTag, ...]]] = []
+
+        def work(stop: Stop) -> list[tuple[int, tuple[GroupTag, ...]]]:
+            return copy_in(arena, keys, grants, blocks, self._group_bytes, leaves, stop)
+
+        self._writing |= generations
+        try:
+            if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
+                written = work(Stop())
+            else:
+                written, _ = await in_thread(work, ends_s=ends_s)
+        finally:
+            # the copy has ended: what it did not finish, or what a lost link held, is given back
+            self._writing -= generations
+            self._settle(link, generations - {generation for generation, _ in written})
+            if link.lost and self._link is not None:
+                self._settle(self._link, generations)
+        return written
+
+    def _settle(self, link: Link, generations: "set[int] | frozenset[int]") -> None:
+        if generations:
+            link.tell(Op.ABORT, wire.pack_generations(sorted(generations)))
+
+    def _lost(self, outcome: Outcome, blocks: int) -> LoadResult:
+        """Count what the daemon could not see; it is told when there is a connection."""
+        self._unreported[outcome] += blocks
+        if self._link is not None and not self._link.lost:
+            self._report(self._link)
+        return LoadResult(0, outcome)
+
+    def _report(self, link: Link) -> None:
+        if self._unreported.total():
+            counts = (self._unreported[Outcome.UNAVAILABLE], self._unreported[Outcome.LATE])
+            link.tell(Op.REPORT, wire.pack_report(*counts))
+            self._unreported.clear()
+
+
+def _payload(frame: wire.Frame, op: Op) -> bytes:
+    if frame.op is not op:
+        raise wire.WireError(f"{op.name} was to come, not {frame.op.name}")
+    return frame.payload

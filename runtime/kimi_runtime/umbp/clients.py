@@ -1,0 +1,313 @@
+"""The daemon's side of its Unix socket: engines of this node, each on one connection.
+
+A connection is an `asyncio.Protocol`, not a task: the pool answers at once, so a request is handled
+where it arrives. Losing a connection ends its pins and puts its reservations in quarantine; they
+are freed when the client comes back and says what it still writes, or when its process has ended.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kimi_connect import wire
+from kimi_connect.arena import Arena
+from kimi_connect.wire import Frame, Gap, Op, WireError
+from kimi_runtime import clock
+from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
+from kimi_runtime.umbp.pool import Pool
+
+HANDSHAKE_S = 5.0
+PAGES_AN_ANSWER = 65_536
+"""Pages one answer may list at most, which bounds its size also when they are all scattered."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LostBlocks:
+    """Blocks that clients asked for and did not get, by the reason the run ended."""
+
+    hit: int = 0
+    miss: int = 0
+    evicted: int = 0
+    unavailable: int = 0
+    late: int = 0
+    corrupt: int = 0
+
+
+@dataclass(slots=True)
+class Clients:
+    """Every connected client and what is known of it."""
+
+    pool: Pool
+    arena: Arena
+    arena_path: str
+    call_keys: Sequence[bytes]
+    changed: Callable[[], None]
+    lost: LostBlocks = field(default_factory=LostBlocks)
+    refused: int = 0
+    """Connections that failed the challenge or broke the protocol."""
+    _connections: dict[int, "Connection"] = field(default_factory=dict)
+    _watches: dict[bytes, ProcessWatch] = field(default_factory=dict)
+    _number: int = 0
+
+    def __len__(self) -> int:
+        """How many are connected and authenticated."""
+        return sum(connection.instance is not None for connection in self._connections.values())
+
+    def connect(self) -> "Connection":
+        """The protocol factory of the server."""
+        self._number += 1
+        return Connection(self, self._number)
+
+    def close(self) -> None:
+        """End every connection."""
+        for connection in list(self._connections.values()):
+            connection.abort()
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
+
+    def opened(self, connection: "Connection") -> None:
+        """A connection is there, not yet authenticated."""
+        self._connections[connection.number] = connection
+
+    def welcomed(self, connection: "Connection", hello: wire.Hello) -> None:
+        """A client has proved itself; an older connection of the same client is over."""
+        for other in list(self._connections.values()):
+            if other.instance == hello.instance:
+                self.closed(other)
+                other.abort()
+        connection.instance = hello.instance
+        self.pool.reclaim(writer=hello.instance, writing=hello.writing)
+        self._watch(connection, hello.instance)
+
+    def closed(self, connection: "Connection") -> None:
+        """A connection is lost or replaced."""
+        if self._connections.pop(connection.number, None) is None:
+            return
+        instance, connection.instance = connection.instance, None
+        self.pool.reader_gone(connection.number)
+        if instance is None:
+            return
+        held = self.pool.quarantine(instance)
+        if held and instance not in self._watches:
+            log.warning(
+                "umbp: %d reservations of %s stay in quarantine until it reconnects: "
+                "its process can't be watched from here",
+                held,
+                connection.name,
+            )
+        if not held:
+            self._unwatch(instance)
+
+    def process_ended(self, instance: bytes) -> None:
+        """Nothing of this client can write any more."""
+        self._watches.pop(instance, None)
+        for connection in list(self._connections.values()):
+            if connection.instance == instance:  # inherited by a child, which has no mapping
+                self.closed(connection)
+                connection.abort()
+        freed = self.pool.writer_gone(instance)
+        if freed:
+            log.info("umbp: freed %d reservations of a process that ended", freed)
+
+    def _watch(self, connection: "Connection", instance: bytes) -> None:
+        self._unwatch(instance)
+        try:
+            pidfd = connection.open_process()
+        except ProcessLookupError:
+            self.process_ended(instance)
+            return
+        if pidfd is not None:
+            self._watches[instance] = ProcessWatch(pidfd, lambda: self.process_ended(instance))
+
+    def _unwatch(self, instance: bytes) -> None:
+        watch = self._watches.pop(instance, None)
+        if watch is not None:
+            watch.close()
+
+
+class Connection(asyncio.Protocol):
+    """One client."""
+
+    def __init__(self, clients: Clients, number: int) -> None:
+        self.number, self.name = number, "a client"
+        self.instance: bytes | None = None
+        self._clients, self._pool = clients, clients.pool
+        self._decoder = wire.FrameDecoder()
+        self._nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._hurry: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Challenge the caller."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._clients.opened(self)
+        self._hurry = asyncio.get_running_loop().call_later(
+            HANDSHAKE_S, self._refuse, f"no HELLO came within {HANDSHAKE_S:.0f} s"
+        )
+        self._send(Op.CHALLENGE, 0, self._nonce)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give back what it held."""
+        if self._hurry is not None:
+            self._hurry.cancel()
+        self._clients.closed(self)
+        self._clients.changed()
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers: ask it nothing more."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle every frame that is whole."""
+        self._decoder.feed(data)
+        try:
+            while (frame := self._decoder.next()) is not None:
+                if self.instance is None:
+                    self._handshake(frame)
+                else:
+                    self._answer(frame)
+        except WireError as exc:
+            self._refuse(str(exc))
+        self._clients.changed()
+
+    def abort(self) -> None:
+        """Close without flushing."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def open_process(self) -> int | None:
+        """A pidfd of the client's process."""
+        assert self._transport is not None
+        return open_peer_process(self._transport.get_extra_info("socket"))
+
+    def _send(self, op: Op, request: int, payload: bytes = b"") -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.frame(op, request, payload))
+
+    def _refuse(self, why: str) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._clients.refused += 1
+        log.warning("umbp: refused %s: %s", self.name, why)
+        self._send(Op.REFUSED, 0, wire.pack_text(why))
+        self._transport.close()
+
+    def _handshake(self, frame: Frame) -> None:
+        if frame.op is not Op.HELLO:
+            raise WireError("the first frame must be HELLO")
+        hello = wire.unpack_hello(frame.payload)
+        fields = (self._nonce, hello.nonce, hello.instance, hello.name)
+        call_key = None
+        for candidate in self._clients.call_keys:
+            if hmac.compare_digest(wire.client_proof(candidate, *fields), hello.proof):
+                call_key = candidate
+        if call_key is None:
+            raise WireError("the proof does not match this deployment's call key")
+        if self._hurry is not None:
+            self._hurry.cancel()
+        self.name = hello.name or self.name
+        self._clients.welcomed(self, hello)
+        welcome = wire.Welcome(
+            proof=wire.server_proof(call_key, self._nonce, hello.nonce),
+            epoch=self._clients.arena.epoch,
+            page_bytes=self._pool.page_bytes,
+            pages=self._pool.total_pages,
+            pin_lease_s=self._pool.pin_lease_s,
+            reservation_ttl_s=self._pool.reservation_ttl_s,
+            arena=self._clients.arena_path,
+        )
+        self._send(Op.WELCOME, frame.request, wire.pack_welcome(welcome))
+
+    def _answer(self, frame: Frame) -> None:
+        op, request, payload = frame
+        match op:
+            case Op.RESERVE:
+                self._send(Op.RESERVED, request, self._reserve(payload))
+            case Op.COMMIT:
+                self._send(Op.COMMITTED, request, self._commit(payload))
+            case Op.PIN:
+                self._send(Op.PINNED, request, self._pin(payload))
+            case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.REPORT:
+                self._send(Op.COUNT, request, wire.pack_number(self._count(op, payload)))
+            case _:
+                raise WireError(f"a client may not send {op.name}")
+
+    def _count(self, op: Op, payload: bytes) -> int:
+        now_s = clock.now_s()
+        if op is Op.HELD:
+            return self._pool.held(wire.unpack_keys(payload))
+        if op is Op.RENEW:
+            pin = wire.unpack_number(payload)
+            return int(self._pool.renew(pin, reader=self.number, now_s=now_s))
+        if op is Op.UNPIN:
+            return int(self._unpin(payload))
+        if op is Op.ABORT:
+            assert self.instance is not None
+            return self._pool.abort(wire.unpack_generations(payload), writer=self.instance)
+        unavailable, late = wire.unpack_report(payload)
+        self._clients.lost.unavailable += unavailable
+        self._clients.lost.late += late
+        return 1
+
+    def _reserve(self, payload: bytes) -> bytes:
+        assert self.instance is not None
+        items, pages = [], 0
+        for key, size in wire.unpack_reserve(payload):
+            pages += -(-size // self._pool.page_bytes)
+            if items and pages > PAGES_AN_ANSWER:
+                break
+            items.append((key, size))
+        grants = self._pool.reserve(items, writer=self.instance, now_s=clock.now_s())
+        return wire.pack_reserved(grants)
+
+    def _commit(self, payload: bytes) -> bytes:
+        assert self.instance is not None
+        blocks = wire.unpack_commit(payload)
+        states = self._pool.commit(blocks, writer=self.instance, now_s=clock.now_s())
+        return wire.pack_committed(states)
+
+    def _pin(self, payload: bytes) -> bytes:
+        keys = wire.unpack_keys(payload)
+        run = self._pool.held(keys)
+        fits = self._pool.within(keys[:run], PAGES_AN_ANSWER)
+        # cut short only for the answer's size: no gap, the client asks again for the rest
+        asked = keys if fits == run else keys[:fits]
+        pinned = self._pool.pin(asked, reader=self.number, now_s=clock.now_s())
+        if pinned.gap is not Gap.NONE:
+            missing = len(keys) - len(pinned.blocks)
+            if pinned.gap is Gap.EVICTED:
+                self._clients.lost.evicted += missing
+            else:
+                self._clients.lost.miss += missing
+        blocks = [
+            wire.PinnedBlock(block.generation, block.size, block.tags, block.extents)
+            for block in pinned.blocks
+        ]
+        return wire.pack_pinned(pinned.number, pinned.gap, blocks)
+
+    def _unpin(self, payload: bytes) -> bool:
+        pin, good, corrupt = wire.unpack_unpin(payload)
+        blocks = self._pool.pinned_blocks(pin)
+        bad = [good] if corrupt else []
+        held = self._pool.unpin(pin, bad, reader=self.number, now_s=clock.now_s())
+        if held:
+            good = min(good, blocks)
+            self._clients.lost.hit += good
+            if corrupt:
+                self._clients.lost.corrupt += blocks - good
+            else:
+                self._clients.lost.late += blocks - good
+        return held

@@ -1,0 +1,244 @@
+"""The pool's daemon: one per node, the only truth about its pages.
+
+It owns the arena file, answers engines on a Unix socket and publishes what it holds on HTTP. Every
+start makes a new arena with a new epoch: nothing of an earlier one is ever trusted.
+"""
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from kimi_connect.arena import Arena, create_arena, epoch_of
+from kimi_runtime import clock
+from kimi_runtime.auth import read_call_keys
+from kimi_runtime.errors import CapacityError, ConfigError, KvCorrupt
+from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.http import PoolHttp
+from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.tiers.dram import DramTier
+from kimi_runtime.units import format_bytes
+
+MIN_PAGE_BYTES = 512
+SOCKET_PATH_BYTES = 107
+CLOSE_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running daemon."""
+
+    spec: UmbpSpec
+    clients: Clients
+    tier: DramTier
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where its HTTP face answers."""
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        return f"http://{host}:{self.port}"
+
+
+async def serve(spec: UmbpSpec) -> None:
+    """Run a daemon until cancelled. ConfigError or CapacityError if it can't start."""
+    async with running(spec) as daemon:
+        log.info("umbp: %s is ready at %s and %s", spec.name, daemon.url, spec.socket)
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def running(spec: UmbpSpec) -> AsyncIterator[Daemon]:
+    """A daemon that is ready; on the way out it retires its arena and removes its files."""
+    _check(spec)
+    http = PoolHttp(spec.name, read_call_keys(spec.call_key), spec.feed_interval)
+    for folder in {spec.socket.parent, spec.arena.parent}:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _alone(spec.arena):
+        runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=CLOSE_S)
+        await runner.setup()
+        try:
+            port = await _listen(runner, spec)
+            arena = await asyncio.to_thread(_make_arena, spec)
+            try:
+                async with _engines(spec, http, arena) as clients:
+                    yield Daemon(spec, clients, DramTier(clients.pool, arena), port)
+            finally:
+                arena.retire()
+                spec.arena.unlink(missing_ok=True)
+                arena.close()
+        finally:
+            http.pulse.close()
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def _engines(spec: UmbpSpec, http: PoolHttp, arena: Arena) -> AsyncIterator[Clients]:
+    """The pool, its Unix socket and its clock."""
+    await _self_test(arena)
+    feed = FeedLog(spec.name, epoch=arena.epoch, tier="dram")
+    pool = Pool(arena.pages, arena.page_bytes, feed, spec.reservation_ttl, spec.pin_lease)
+    publish = _Publisher(feed, http)
+    clients = Clients(pool, arena, str(spec.arena), http.call_keys, publish)
+    server = await asyncio.get_running_loop().create_unix_server(
+        clients.connect, sock=_bind(spec.socket)
+    )
+    http.clients = clients
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            expiry = tasks.create_task(_expire(clients, publish), name="umbp-expiry")
+            try:
+                yield clients
+            finally:
+                expiry.cancel()
+    finally:
+        http.clients = None
+        server.close()
+        clients.close()
+        spec.socket.unlink(missing_ok=True)
+
+
+class _Publisher:
+    """Wakes the feed's followers when the log has moved."""
+
+    def __init__(self, feed: FeedLog, http: PoolHttp) -> None:
+        self._feed, self._http, self._seq = feed, http, feed.seq
+
+    def __call__(self) -> None:
+        if self._feed.seq != self._seq:
+            self._seq = self._feed.seq
+            self._http.pulse.fire()
+
+
+async def _expire(clients: Clients, publish: _Publisher) -> None:
+    """Let leases and reservations end in time, at a tenth of the shorter one."""
+    pool = clients.pool
+    tick_s = min(1.0, pool.reservation_ttl_s / 10, pool.pin_lease_s / 10)
+    while True:
+        await asyncio.sleep(tick_s)
+        pool.expire(clock.now_s())
+        publish()
+
+
+async def _self_test(arena: Arena) -> None:
+    """A block through the arena and back, before anyone else sees it."""
+    feed = FeedLog("self-test", epoch=arena.epoch, tier="dram")
+    tier = DramTier(Pool(arena.pages, arena.page_bytes, feed, 60.0, 60.0), arena)
+    size = min(arena.pages * arena.page_bytes, 3 * arena.page_bytes // 2)
+    data = memoryview((bytes(range(251)) * (size // 251 + 1))[:size])
+    back = memoryview(bytearray(size))
+    key = b"umbp self-test.."
+    if await tier.store([key], data) != 1 or await tier.load([key], back) != 1 or data != back:
+        raise KvCorrupt("a block did not come back from a fresh arena as it went in: check memory")
+
+
+def _check(spec: UmbpSpec) -> None:
+    if spec.page_bytes & (spec.page_bytes - 1) or spec.page_bytes < MIN_PAGE_BYTES:
+        raise ConfigError(
+            f"page_bytes is {spec.page_bytes}; it must be a power of two of at least "
+            f"{MIN_PAGE_BYTES}"
+        )
+    if spec.dram_bytes < spec.page_bytes:
+        raise ConfigError(
+            f"dram_bytes {format_bytes(spec.dram_bytes)} hold no page of "
+            f"{format_bytes(spec.page_bytes)}"
+        )
+    if len(os.fsencode(spec.socket)) > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"the socket path {spec.socket} has more than {SOCKET_PATH_BYTES} bytes, the system's "
+            "limit; choose a shorter folder"
+        )
+
+
+def _make_arena(spec: UmbpSpec) -> Arena:
+    path = str(spec.arena)
+    epoch = max(int(clock.unix_s() * 1e6), epoch_of(path) + 1)
+    pages = spec.dram_bytes // spec.page_bytes
+    try:
+        return create_arena(path, page_bytes=spec.page_bytes, pages=pages, epoch=epoch)
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise ConfigError(f"the arena {path} can't be created: {exc.strerror}") from exc
+        there = os.statvfs(spec.arena.parent)
+        raise CapacityError(
+            f"the arena {path}",
+            need=format_bytes(spec.dram_bytes),
+            have=f"{format_bytes(there.f_bavail * there.f_frsize)} free",
+            where=str(spec.arena.parent),
+            fix="lower dram_bytes or free space there",
+        ) from exc
+
+
+@contextmanager
+def _alone(arena: Path) -> Iterator[None]:
+    """Only one daemon may own an arena; the lock ends with the process."""
+    descriptor = os.open(f"{arena}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ConfigError(
+                f"another daemon runs on the arena {arena}; stop it or choose another arena"
+            ) from exc
+        yield
+    finally:
+        os.close(descriptor)
+
+
+async def _listen(runner: web.AppRunner, spec: UmbpSpec) -> int:
+    site = web.TCPSite(runner, spec.host, spec.port)
+    try:
+        await site.start()
+    except OSError as exc:
+        raise ConfigError(
+            f"{spec.host}:{spec.port} can't be listened on ({exc.strerror or exc}); "
+            "stop who uses it or choose another port"
+        ) from exc
+    return int(runner.addresses[0][1])
+
+
+def _bind(path: Path) -> socket.socket:
+    """A listening Unix socket, mode 0600, in place of a dead one."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists():
+            _remove_dead(path)
+        before = os.umask(0o177)  # there must be no moment at which others could connect
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.setblocking(False)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(f"the socket {path} can't be created: {exc.strerror}") from exc
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_dead(path: Path) -> None:
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"{path} is there and is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink()
+            return
+    raise ConfigError(f"another process listens on {path}; stop it or choose another path")

@@ -1,0 +1,130 @@
+"""The daemon's HTTP face: health, metrics and the feed."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from kimi_runtime import auth, clock
+from kimi_runtime.errors import KimistackError, Unauthorized, Unavailable
+from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.metrics import PoolMetrics
+from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
+
+WRITE_S = 10.0
+"""A follower that takes no byte for this long is cut off; it comes back with its position."""
+
+MAX_FOLLOWERS = 4096
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True)
+class PoolHttp:
+    """The routes. `clients` is None until the arena is ready."""
+
+    name: str
+    call_keys: Sequence[bytes]
+    feed_interval_s: float
+    pulse: Pulse = field(default_factory=Pulse)
+    clients: Clients | None = None
+    followers: int = 0
+
+    def app(self) -> web.Application:
+        """The application to run."""
+
+        @web.middleware
+        async def authenticated(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._authenticated(request, handler)
+
+        app = web.Application(middlewares=[authenticated])
+        app.router.add_get("/healthz", self.healthz)
+        app.router.add_get("/readyz", self.readyz)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/feed", self.feed)
+        return app
+
+    async def healthz(self, request: web.Request) -> web.StreamResponse:
+        """The process answers."""
+        return web.json_response({"status": "ok", "name": self.name})
+
+    async def readyz(self, request: web.Request) -> web.StreamResponse:
+        """The arena is mapped, a block went in and out of it, and it is still ours."""
+        clients = self.clients
+        if clients is None:
+            raise Unavailable("the arena is being prepared; try again in a moment")
+        if not clients.arena.live:
+            raise Unavailable("another daemon replaced the arena file; restart this one")
+        pool = clients.pool
+        return web.json_response(
+            {
+                "status": "ready",
+                "name": self.name,
+                "epoch": clients.arena.epoch,
+                "blocks": pool.live_blocks,
+                "free_bytes": pool.free_pages * pool.page_bytes,
+                "evictable_bytes": pool.evictable_pages * pool.page_bytes,
+                "total_bytes": pool.total_pages * pool.page_bytes,
+            }
+        )
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Prometheus text."""
+        body = PoolMetrics(lambda: self.clients, lambda: self.followers).exposition()
+        return web.Response(
+            body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def feed(self, request: web.Request) -> web.StreamResponse:
+        """The feed, until the follower leaves."""
+        if self.clients is None:
+            raise Unavailable("the arena is being prepared; try again in a moment")
+        if self.followers >= MAX_FOLLOWERS:
+            raise Unavailable(f"{MAX_FOLLOWERS} followers are the limit; try again later")
+        epoch, after = follow_from(request.query)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        response.enable_chunked_encoding()
+        self.followers += 1
+        try:
+            await response.prepare(request)
+            lines = feed_lines(
+                self.clients.pool.feed,
+                self.pulse,
+                epoch=epoch,
+                after=after,
+                interval_s=self.feed_interval_s,
+            )
+            async for line in lines:
+                async with asyncio.timeout(WRITE_S):
+                    await response.write(line)
+        except (ConnectionError, TimeoutError):
+            log.info("umbp: a follower of the feed left")
+        finally:
+            self.followers -= 1
+        return response
+
+    async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path not in auth.OPEN_PATHS:
+                auth.verify(
+                    self.call_keys,
+                    request.headers.get(auth.HEADER),
+                    request.method,
+                    request.path_qs,
+                    await request.read(),
+                    unix_s=clock.unix_s(),
+                )
+            return await handler(request)
+        except Unauthorized as exc:
+            log.warning("umbp: refused %s %s: %s", request.method, request.path, exc)
+            return _failure(exc)
+        except KimistackError as exc:
+            return _failure(exc)
+
+
+def _failure(error: KimistackError) -> web.StreamResponse:
+    body = {"error": {"message": str(error), "type": error.type}}
+    return web.json_response(body, status=error.status)
