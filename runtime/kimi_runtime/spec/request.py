@@ -67,6 +67,12 @@ class Grammar(SpecModel):
     starts_after: tuple[TokenId, ...] = Field(
         (), description="Unconstrained until one of these ids was emitted; empty: from the start."
     )
+    closing_margin: NonNegativeInt | None = Field(
+        None,
+        description="Steer the output to a valid end before max_tokens cuts it off: from when the "
+        "shortest end is this many tokens away from the budget. It bounds how much one token can "
+        "lengthen the shortest end. None: the output may be cut off anywhere.",
+    )
 
 
 class RegionRef(SpecModel):
