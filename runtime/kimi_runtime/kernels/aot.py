@@ -22,6 +22,7 @@ from kimi_runtime.kernels.tuning import tiles_for, tuned
 LDS_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024}
 """Local data share of one compute unit: the most one workgroup can have."""
 
+_OPCODE = re.compile(r"^\s+((?:[sv]|ds|buffer|global|flat|scratch)_\w+)", re.MULTILINE)
 _ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -90,9 +91,7 @@ def compile_case(case: Case, arch: str) -> Compiled:
         shared_bytes=int(made.metadata.shared),
         code_bytes=len(made.asm["hsaco"]),
         threads=64 * int(made.metadata.num_warps),
-        opcodes=Counter(
-            re.findall(r"^\s+([vsd]\w*_\w+|buffer_\w+|global_\w+)", text, re.MULTILINE)
-        ),
+        opcodes=dict(Counter(_OPCODE.findall(text))),
     )
 
 

@@ -9,6 +9,7 @@ import functools
 import importlib.resources
 import json
 from collections.abc import Mapping
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import torch
@@ -51,17 +52,22 @@ def tiles_for(kernel: str, arch: str, size: int) -> dict[str, int]:
 
 @functools.cache
 def tuned(arch: str) -> dict[str, Any]:
-    """The tuning data of an architecture by kernel; empty where there is none.
+    """The tuning data that ships for an architecture, by kernel; empty where there is none."""
+    return read_tuned(importlib.resources.files(__package__) / "tuned", arch)
+
+
+def read_tuned(folder: Traversable, arch: str) -> dict[str, Any]:
+    """`<arch>.json` in `folder`, by kernel; empty where there is none.
 
     Raises ConfigError for a file that names an unknown kernel or argument, or whose buckets do
     not rise to an unbounded one, since a silent default would look like a slow GPU.
     """
-    file = importlib.resources.files(__package__) / "tuned" / f"{arch}.json"
+    file = folder / f"{arch}.json"
     if not file.is_file():
         return {}
     kernels: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["kernels"]
     for kernel, entry in kernels.items():
-        _check(f"tuned/{arch}.json", kernel, entry["buckets"])
+        _check(file.name, kernel, entry["buckets"])
     return kernels
 
 
