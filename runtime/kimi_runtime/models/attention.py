@@ -59,7 +59,7 @@ class SpanAttention:
     ) -> None:
         self._latent_dim, self._scale = latent_dim, scale
         if promise:
-            probe = _Probe(heads, row_dim, latent_dim, geometry, like)
+            probe = _Probe(heads, row_dim, geometry, like)
             self._tiles = probe.usable_widths()
         else:
             free = WidthTiles(ANY_ROWS, ANY_ROWS, batched=True)
@@ -69,9 +69,7 @@ class SpanAttention:
 
     def __call__(self, q: Tensor, cache: KvCache, layer: int, group: QueryGroup) -> Tensor:
         """q are the group's queries; the step's own rows are in the cache already."""
-        best = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
-        total = torch.empty_like(best)
-        out = q.new_empty((*q.shape[:2], self._latent_dim), dtype=torch.float32)
+        best = total = out = q.new_empty(0)
         for number, span in enumerate(group.spans):
             rows = self._read(cache, layer, span)
             scores = self._scores(q[span.first :], rows).float().mul_(self._scale)
@@ -80,14 +78,14 @@ class SpanAttention:
             peak = scores.amax(dim=-1, keepdim=True)
             if number == 0:  # every query has the first span
                 weights = torch.exp(scores.sub_(peak))
-                best, total, out = peak, self._sum(weights), self._mix(weights, rows, q).float()
+                best, total, out = peak, self._sum(weights), self._mix(weights, rows).float()
                 continue
             active = slice(span.first, None)
             peak = torch.maximum(best[active], peak)
             weights = torch.exp(scores.sub_(peak))
             shrink = torch.exp(best[active] - peak)
             total[active] = total[active] * shrink + self._sum(weights)
-            out[active] = out[active] * shrink + self._mix(weights, rows, q)
+            out[active] = out[active] * shrink + self._mix(weights, rows)
             best[active] = peak
         return (out / total).to(q.dtype)
 
@@ -110,17 +108,17 @@ class SpanAttention:
         ]
         return torch.cat(parts).view(*q.shape[:2], -1)
 
-    def _mix(self, weights: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    def _mix(self, weights: Tensor, rows: Tensor) -> Tensor:
         """weights [Q, H, n] in fp32 with rows [G, n, D] -> [Q, H, latent_dim]."""
         tiles = self._tiles[rows.shape[1]]
-        values = rows[..., : self._latent_dim]
-        flat = weights.to(like.dtype).reshape(rows.shape[0], -1, weights.shape[-1])
+        flat = weights.to(rows.dtype).reshape(rows.shape[0], -1, weights.shape[-1])
+        # whole rows: to cut the values out first would copy them, ten times the product's work
         if len(flat) == len(weights) and tiles.batched:
-            return torch.bmm(flat, values)
+            return torch.bmm(flat, rows)[..., : self._latent_dim]
         parts = [
-            tiles.mix.apply(_mix_of(one), share) for share, one in zip(flat, values, strict=True)
+            tiles.mix.apply(_mix_of(one), share) for share, one in zip(flat, rows, strict=True)
         ]
-        return torch.cat(parts).view(*weights.shape[:2], -1)
+        return torch.cat(parts).view(*weights.shape[:2], -1)[..., : self._latent_dim]
 
     def _sum(self, weights: Tensor) -> Tensor:
         missing = self.geometry.tokens - weights.shape[-1]
@@ -132,17 +130,15 @@ def _scores_of(rows: Tensor) -> Product:
     return lambda q: functional.linear(q, rows)
 
 
-def _mix_of(values: Tensor) -> Product:
-    return lambda weights: torch.mm(weights, values)
+def _mix_of(rows: Tensor) -> Product:
+    return lambda weights: torch.mm(weights, rows)
 
 
 class _Probe:
     """Finds which products with a span equal the reference tile's over a full span."""
 
-    def __init__(
-        self, heads: int, row_dim: int, latent_dim: int, geometry: SpanGeometry, like: Tensor
-    ) -> None:
-        self._heads, self._row_dim, self._latent_dim = heads, row_dim, latent_dim
+    def __init__(self, heads: int, row_dim: int, geometry: SpanGeometry, like: Tensor) -> None:
+        self._heads, self._row_dim = heads, row_dim
         self._geometry, self._like = geometry, like
 
     def usable_widths(self) -> dict[int, WidthTiles]:
@@ -164,48 +160,36 @@ class _Probe:
         scores = in_reference_tiles(_scores_of(keys), queries)[:, :width]
         keys = keys[:width].contiguous()
         weights, rows = self._mixture(width)
-        mixed = in_reference_tiles(_mix_of(rows[:, : self._latent_dim]), weights)
+        mixed = in_reference_tiles(_mix_of(rows), weights)
         weights, rows = weights[:, :width].contiguous(), rows[:width].contiguous()
-        values = rows[:, : self._latent_dim]
         batched = all(
             torch.equal(
-                _batch_of(batch, self._heads, queries, keys.T), _cycle(scores, batch * self._heads)
+                self._batch_of(batch, queries, keys, transposed=True), self._first(batch, scores)
             )
             and torch.equal(
-                _batch_of(batch, self._heads, weights, values), _cycle(mixed, batch * self._heads)
+                self._batch_of(batch, weights, rows, transposed=False), self._first(batch, mixed)
             )
             for batch in _PROBED_BATCHES
         )
         return WidthTiles(
             scores=measure_tiles(_scores_of(keys), queries, what, scores),
-            mix=measure_tiles(_mix_of(values), weights, what, mixed),
+            mix=measure_tiles(_mix_of(rows), weights, what, mixed),
             batched=batched,
         )
 
     def _mixture(self, width: int) -> tuple[Tensor, Tensor]:
         """Weights [probe rows, full span], zero from `width` on, and rows [full span, row_dim]."""
-        weights, values = cancelling(_PROBE_ROWS, width, self._latent_dim)
+        weights, values = cancelling(_PROBE_ROWS, width, self._row_dim)
         missing = self._geometry.tokens - width
-        rows = torch.ones(self._geometry.tokens, self._row_dim)
-        rows[:width, : self._latent_dim] = values.T
-        padded = functional.pad(weights, (0, missing))
-        return padded.to(self._like), rows.to(self._like)
+        rows = torch.cat((values.T, torch.ones(missing, self._row_dim)))
+        return functional.pad(weights, (0, missing)).to(self._like), rows.to(self._like)
 
+    def _first(self, batch: int, rows: Tensor) -> Tensor:
+        """`heads` rows for each request of a batch, starting again after the last."""
+        return rows[torch.arange(batch * self._heads, device=rows.device) % len(rows)]
 
-def _cycle(rows: Tensor, count: int) -> Tensor:
-    """`count` rows, starting again after the last."""
-    return rows[torch.arange(count, device=rows.device) % len(rows)]
-
-
-def _batch_of(batch: int, heads: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """rows @ columns for the first batch * heads rows, as one product of `batch` requests.
-
-    The requests' spans lie in memory as the cache delivers them: one contiguous array.
-    """
-    left = _cycle(rows, batch * heads).view(batch, heads, -1)
-    if columns.stride(0) == 1:  # keys, transposed
-        right = columns.T.contiguous().expand(batch, *columns.T.shape).contiguous().transpose(1, 2)
-    else:  # values: part of wider rows
-        wide = torch.empty(batch, len(columns), columns.stride(0)).to(columns)
-        right = wide[..., : columns.shape[1]].copy_(columns.expand(batch, *columns.shape))
-    return torch.bmm(left, right).flatten(0, 1)
+    def _batch_of(self, batch: int, left: Tensor, rows: Tensor, *, transposed: bool) -> Tensor:
+        """One product of `batch` requests whose rows lie as the cache delivers them."""
+        left = self._first(batch, left).view(batch, self._heads, -1)
+        right = rows.expand(batch, *rows.shape).contiguous()
+        return torch.bmm(left, right.transpose(1, 2) if transposed else right).flatten(0, 1)

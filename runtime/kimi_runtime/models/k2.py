@@ -10,10 +10,10 @@ from kimi_runtime.errors import ConfigError
 from kimi_runtime.models.attention import SpanAttention
 from kimi_runtime.models.cache import KvCache
 from kimi_runtime.models.linear import LinearFactory
-from kimi_runtime.models.mla import Angles, LatentAttention
+from kimi_runtime.models.mla import LatentAttention
 from kimi_runtime.models.moe import MixtureOfExperts, SwiGlu
 from kimi_runtime.models.norm import RmsNorm
-from kimi_runtime.models.rotary import Rotary
+from kimi_runtime.models.rotary import Angles, Rotary
 from kimi_runtime.models.rows import padded_rows
 from kimi_runtime.models.spans import SpanGeometry, StepBuilder, StepInputs, TokenRun
 from kimi_runtime.spec.model import ModelSpec
@@ -59,11 +59,8 @@ class K2Model:
         )
 
     def angles(self, positions: Tensor) -> Angles | None:
-        """cos and sin for positions [T], or None for a model that does not rotate."""
-        if self._rotary is None:
-            return None
-        cos, sin = self._rotary.at(positions)
-        return cos[:, None], sin[:, None]
+        """For positions [T]; None for a model that does not rotate."""
+        return None if self._rotary is None else self._rotary.at(positions)
 
     def step_builder(self, cache: KvCache) -> StepBuilder:
         """What turns runs into this model's inputs."""

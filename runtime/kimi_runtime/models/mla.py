@@ -17,14 +17,11 @@ from torch import Tensor
 
 from kimi_runtime.models.attention import SpanAttention
 from kimi_runtime.models.cache import KvCache
-from kimi_runtime.models.linear import Linear, LinearFactory
+from kimi_runtime.models.linear import LinearFactory
 from kimi_runtime.models.norm import RmsNorm
-from kimi_runtime.models.rotary import rotate
+from kimi_runtime.models.rotary import Angles, rotate
 from kimi_runtime.models.spans import StepInputs
 from kimi_runtime.spec.model import ModelSpec
-
-Angles = tuple[Tensor, Tensor]
-"""cos and sin [T, 1, rope / 2] of the step's positions."""
 
 
 class LatentAttention:
@@ -39,14 +36,14 @@ class LatentAttention:
     ) -> None:
         self._spec, self._attention = spec, attention
         eps = spec.latent_norm_eps
-        self._q_a: Linear | None = None
-        if spec.q_lora_rank is not None:
-            self._q_a = linears.linear(weights["q_a_proj.weight"])
+        down = weights["kv_a_proj_with_mqa.weight"]
+        if spec.q_lora_rank is not None:  # both read x: one product instead of two
+            down = torch.cat((weights["q_a_proj.weight"], down))
             self._q_norm = RmsNorm(weights["q_a_layernorm.weight"], eps)
             self._q = linears.linear(weights["q_b_proj.weight"])
         else:
             self._q = linears.linear(weights["q_proj.weight"])
-        self._kv_a = linears.linear(weights["kv_a_proj_with_mqa.weight"])
+        self._down = linears.linear(down)
         self._kv_norm = RmsNorm(weights["kv_a_layernorm.weight"], eps)
         self._o = linears.linear(weights["o_proj.weight"])
         per_head = weights["kv_b_proj.weight"].view(spec.heads, -1, spec.kv_lora_rank)
@@ -59,23 +56,22 @@ class LatentAttention:
         self, x: Tensor, step: StepInputs, angles: Angles | None, cache: KvCache, layer: int
     ) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes the step's rows to the cache first."""
-        q_nope, q_rope = self._queries(x, angles)
-        rows = self._rows(x, angles)
-        cache.write(layer, step.slots, rows[: step.tokens])
-        latent = self._absorb_k(q_nope.transpose(0, 1).contiguous()).transpose(0, 1)
-        queries = torch.cat((latent, q_rope), dim=-1)
-        out = queries.new_zeros((*queries.shape[:2], self._spec.kv_lora_rank))
-        for group in step.groups:
-            out[group.tokens] = self._attention(queries[group.tokens], cache, layer, group)
-        heads = self._absorb_v(out.transpose(0, 1).contiguous())
+        q_nope, q_rope, latent, k_rope = self._project(x, angles)
+        cache.write(layer, step.slots, torch.cat((latent, k_rope), dim=-1)[: step.tokens])
+        absorbed = self._absorb_k(q_nope.transpose(0, 1).contiguous()).transpose(0, 1)
+        queries = torch.cat((absorbed, q_rope), dim=-1)
+        parts = [
+            self._attention(queries[group.tokens], cache, layer, group) for group in step.groups
+        ]
+        padding = len(x) - step.tokens
+        if padding:
+            parts.append(latent.new_zeros((padding, *parts[0].shape[1:])))
+        heads = self._absorb_v(torch.cat(parts).transpose(0, 1).contiguous())
         return self._o(heads.transpose(0, 1).reshape(len(x), -1))
 
     def expanded(self, x: Tensor, angles: Angles | None) -> Tensor:
         """The same for one request's tokens from position 0 on, by ordinary causal attention."""
-        q_nope, q_rope = self._queries(x, angles)
-        latent, k_rope = self._rows(x, angles).split_with_sizes(
-            (self._spec.kv_lora_rank, self._spec.qk_rope_dim), dim=-1
-        )
+        q_nope, q_rope, latent, k_rope = self._project(x, angles)
         keys = torch.einsum("hdc,tc->thd", self._up_k, latent)
         values = torch.einsum("hdc,tc->thd", self._up_v, latent)
         scores = torch.einsum("qhd,khd->hqk", q_nope, keys)
@@ -85,20 +81,18 @@ class LatentAttention:
         weights = scaled.masked_fill(future, -torch.inf).softmax(dim=-1).to(x.dtype)
         return self._o(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
 
-    def _queries(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
-        """[T, H, nope] and [T, H, rope], the latter rotated."""
+    def _project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q_n [T, H, nope], R(q_r) [T, H, rope], norm(c) [T, latent] and R(k_r) [T, rope]."""
         spec = self._spec
-        q = self._q(self._q_norm(self._q_a(x)) if self._q_a is not None else x)
-        nope, rope = q.view(len(x), spec.heads, -1).split_with_sizes(
+        down = self._down(x)
+        latent, k_rope = down[:, -spec.kv_row_dim :].split_with_sizes(
+            (spec.kv_lora_rank, spec.qk_rope_dim), -1
+        )
+        q = self._q(x if spec.q_lora_rank is None else self._q_norm(down[:, : spec.q_lora_rank]))
+        q_nope, q_rope = q.view(len(x), spec.heads, -1).split_with_sizes(
             (spec.qk_nope_dim, spec.qk_rope_dim), -1
         )
-        return nope, rope if angles is None else rotate(rope, *angles)
-
-    def _rows(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """What is cached of each token: [T, latent + rope]."""
-        latent, rope = self._kv_a(x).split_with_sizes(
-            (self._spec.kv_lora_rank, self._spec.qk_rope_dim), -1
-        )
         if angles is not None:
-            rope = rotate(rope[:, None], *angles)[:, 0]
-        return torch.cat((self._kv_norm(latent), rope), dim=-1)
+            turned = rotate(torch.cat((q_rope, k_rope[:, None]), dim=1), angles)
+            q_rope, k_rope = turned[:, :-1], turned[:, -1]
+        return q_nope, q_rope, self._kv_norm(latent), k_rope

@@ -9,13 +9,17 @@ its allocation on: in bf16 its steps are larger than the distances between exper
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kimi_runtime.models.linear import Linear, LinearFactory
 from kimi_runtime.models.norm import sigmoid, silu_mul
 from kimi_runtime.models.rows import padded_rows
 from kimi_runtime.spec.model import MoeSpec
+
+Ints = NDArray[np.int64]
 
 
 class SwiGlu:
@@ -97,11 +101,8 @@ class MixtureOfExperts:
         Tokens are sorted by expert; each expert's share is padded to a row count of the ladder, so
         that its products run on whole tiles and one buffer holds all of them.
         """
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        counts: list[int] = torch.bincount(experts, minlength=self._moe.experts).tolist()
-        sizes = [padded_rows(count) if count else 0 for count in counts]
-        place = self._places(counts, sizes, order)
+        sizes, places = self._places(chosen.reshape(-1).cpu().numpy())
+        place = torch.from_numpy(places).to(x.device)
         gathered = x.new_zeros((sum(sizes), x.shape[1]))
         gathered.index_copy_(0, place, x.repeat_interleave(self._moe.top_k, dim=0))
         used = [(self._experts[i], size) for i, size in enumerate(sizes) if size]
@@ -112,17 +113,15 @@ class MixtureOfExperts:
         results = outer[place].view(*chosen.shape, -1).float() * weights[..., None]
         return _sum_in_order(results.unbind(1))
 
-    def _places(self, counts: list[int], sizes: list[int], order: Tensor) -> Tensor:
-        """[tokens * k] int64: where each (token, choice) goes in the padded buffer."""
-        shift, padding = [], 0
-        for count, size in zip(counts, sizes, strict=True):
-            shift.append(padding)
-            padding += size - count
-        moved = torch.tensor(shift).repeat_interleave(torch.tensor(counts))
-        sorted_places = torch.arange(len(order)) + moved
-        places = torch.empty_like(order)
-        places[order] = sorted_places.to(order.device)
-        return places
+    def _places(self, experts: Ints) -> tuple[list[int], Ints]:
+        """Rows of each expert's share, and where each (token, choice) goes in the buffer."""
+        counts = np.bincount(experts, minlength=self._moe.experts)
+        sizes = [padded_rows(count) if count else 0 for count in counts.tolist()]
+        order = experts.argsort(kind="stable")
+        shift = np.cumsum(sizes) - sizes - (np.cumsum(counts) - counts)
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order)) + np.repeat(shift, counts)
+        return sizes, places
 
 
 def _sum_in_order(terms: tuple[Tensor, ...]) -> Tensor:

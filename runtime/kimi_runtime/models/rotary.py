@@ -43,22 +43,28 @@ def amplitude(yarn: YarnSpec | None) -> float:
     return (grown * yarn.mscale + 1.0) / (grown * yarn.mscale_all_dim + 1.0)
 
 
+Angles = tuple[Tensor, Tensor]
+"""[T, 1, dim] fp32: the cosine of each element's pair, and its sine, negated for the first."""
+
+
 class Rotary:
     """Rotates interleaved pairs (x0, x1), (x2, x3), ... by position."""
 
     def __init__(self, rope: RopeSpec, dim: int, positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies(rope, dim))
         scale = amplitude(rope.yarn)
-        self._cos = (angles.cos() * scale).float().to(device)
-        self._sin = (angles.sin() * scale).float().to(device)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self._cos = torch.stack((cos, cos), dim=-1).flatten(1).float().to(device)
+        self._sin = torch.stack((-sin, sin), dim=-1).flatten(1).float().to(device)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, dim / 2] in fp32 for positions [T] int64."""
-        return self._cos[positions], self._sin[positions]
+    def at(self, positions: Tensor) -> Angles:
+        """For positions [T] int64."""
+        return self._cos[positions][:, None], self._sin[positions][:, None]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., dim] by cos and sin [..., dim / 2] that broadcast; fp32 inside, x's dtype outside."""
-    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """x [T, H, dim] -> the same, rotated; fp32 inside, x's dtype outside."""
+    cos, signed_sin = angles
+    wide = x.float()
+    swapped = wide.view(*x.shape[:-1], -1, 2).flip(-1).view(x.shape)
+    return (wide * cos + swapped * signed_sin).to(x.dtype)

@@ -6,7 +6,7 @@ else is in the step (split-KV by batch size is how a row comes to differ from it
 tokenspeed#904). Pure index arithmetic, done once per step and used by every layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,14 +84,17 @@ class Span:
 class QueryGroup:
     """Queries with one span list: the tokens of one request, or one token each of many."""
 
-    tokens: Tensor
-    """[Q] int64, indices into the step's tokens."""
+    tokens: slice
+    """Of the step's tokens."""
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step as tensors. `ids` and `positions` are padded to a row count of the ladder."""
+    """A step as tensors. `ids` and `positions` are padded to a row count of the ladder.
+
+    Tokens lie by group, in the groups' order, whatever the order of the runs was.
+    """
 
     tokens: int
     ids: Tensor
@@ -112,71 +115,63 @@ class StepBuilder:
 
     def build(self, runs: Sequence[TokenRun], padded_tokens: int) -> StepInputs:
         """`padded_tokens` is at least the number of tokens in `runs`."""
-        lengths = np.array([len(run.ids) for run in runs], np.int64)
-        starts = np.array([run.start for run in runs], np.int64)
+        # single tokens first, by rising position: those that have a span are then a suffix
+        order = sorted(range(len(runs)), key=lambda i: _by_group(runs[i]))
+        ordered = [runs[i] for i in order]
+        lengths = np.array([len(run.ids) for run in ordered], np.int64)
+        starts = np.array([run.start for run in ordered], np.int64)
         ends = np.cumsum(lengths)
         tokens = int(ends[-1])
-        tables = [np.array(run.blocks, np.int64) for run in runs]
         ids = np.zeros(padded_tokens, np.int64)
-        ids[:tokens] = np.fromiter((id_ for run in runs for id_ in run.ids), np.int64, tokens)
+        ids[:tokens] = np.fromiter((id_ for run in ordered for id_ in run.ids), np.int64, tokens)
         positions = np.zeros(padded_tokens, np.int64)
         within = np.arange(tokens) - np.repeat(ends - lengths, lengths)
         positions[:tokens] = np.repeat(starts, lengths) + within
-        sampled = np.array([run.sample for run in runs], np.bool_)
+        last = np.empty(len(runs), np.int64)
+        last[order] = ends - 1
+        tables = [np.array(run.blocks, np.int64) for run in ordered]
         return StepInputs(
             tokens=tokens,
             ids=self._tensor(ids),
             positions=self._tensor(positions),
-            slots=self._slots(runs, tables, positions[:tokens]),
-            groups=self._groups(tables, starts, lengths, ends - lengths),
-            sampled=self._tensor((ends - 1)[sampled]),
+            slots=self._slots(tables, lengths, positions[:tokens]),
+            groups=tuple(self._groups(tables, starts, lengths)),
+            sampled=self._tensor(last[[run.sample for run in runs]]),
         )
 
     def _tensor(self, values: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _slots(self, runs: Sequence[TokenRun], tables: list[Ints], positions: Ints) -> Tensor:
+    def _slots(self, tables: list[Ints], lengths: Ints, positions: Ints) -> Tensor:
         numbers, offsets = np.divmod(positions, self._block_tokens)
-        blocks = np.empty_like(positions)
-        at = 0
-        for run, table in zip(runs, tables, strict=True):
-            part = slice(at, at + len(run.ids))
-            blocks[part] = table[numbers[part]]
-            at += len(run.ids)
+        first = np.cumsum([table.size for table in tables]) - [table.size for table in tables]
+        blocks = np.concatenate(tables)[np.repeat(first, lengths) + numbers]
         return self._cache.first_slots(self._tensor(blocks), self._tensor(offsets))
 
-    def _groups(
-        self, tables: list[Ints], starts: Ints, lengths: Ints, first_tokens: Ints
-    ) -> tuple[QueryGroup, ...]:
-        single = np.flatnonzero(lengths == 1)
-        # by rising position, so that those who have a span are a suffix of the group
-        single = single[np.argsort(starts[single], kind="stable")]
-        groups = []
-        if single.size:
-            spans = self._spans_of_many([tables[i] for i in single], starts[single])
-            groups.append(QueryGroup(self._tensor(first_tokens[single]), spans))
-        for i in np.flatnonzero(lengths > 1):
-            query_positions = np.arange(starts[i], starts[i] + lengths[i])
-            tokens = np.arange(first_tokens[i], first_tokens[i] + lengths[i])
-            spans = self._spans_of_one(tables[i], query_positions)
-            groups.append(QueryGroup(self._tensor(tokens), spans))
-        return tuple(groups)
+    def _groups(self, tables: list[Ints], starts: Ints, lengths: Ints) -> Iterator[QueryGroup]:
+        single = int((lengths == 1).sum())
+        if single:
+            yield QueryGroup(
+                slice(0, single), self._spans(tables[:single], starts[:single], starts[:single])
+            )
+        at = single
+        for table, start, length in zip(
+            tables[single:], starts[single:].tolist(), lengths[single:].tolist(), strict=True
+        ):
+            positions = np.arange(start, start + length)
+            yield QueryGroup(
+                slice(at, at + length), self._spans([table], positions[-1:], positions)
+            )
+            at += length
 
-    def _spans_of_many(self, tables: list[Ints], positions: Ints) -> tuple[Span, ...]:
-        """One query each, positions rising."""
-        return tuple(
-            self._span(start, first, tables[first:], positions[first:], positions[first:])
-            for start in range(0, int(positions[-1]) + 1, self._geometry.tokens)
-            for first in (int(np.searchsorted(positions, start)),)
-        )
-
-    def _spans_of_one(self, table: Ints, positions: Ints) -> tuple[Span, ...]:
-        """Queries of one request, positions rising."""
-        return tuple(
-            self._span(start, first, [table], positions[-1:], positions[first:])
-            for start in range(0, int(positions[-1]) + 1, self._geometry.tokens)
-            for first in (int(np.searchsorted(positions, start)),)
-        )
+    def _spans(self, tables: list[Ints], lasts: Ints, positions: Ints) -> tuple[Span, ...]:
+        """Spans for queries at rising `positions`: one history each, or one for all of them."""
+        spans = []
+        for start in range(0, int(positions[-1]) + 1, self._geometry.tokens):
+            first = int(np.searchsorted(positions, start))
+            own = slice(first if len(tables) == len(positions) else 0, None)
+            spans.append(self._span(start, first, tables[own], lasts[own], positions[first:]))
+        return tuple(spans)
 
     def _span(
         self, start: int, first: int, tables: list[Ints], lasts: Ints, positions: Ints
@@ -198,3 +193,8 @@ class StepBuilder:
             unread=self._tensor(np.flatnonzero(past)) if past.any() else None,
             hidden=self._tensor(unseen[:, None, :]) if unseen.any() else None,
         )
+
+
+def _by_group(run: TokenRun) -> tuple[bool, int]:
+    many = len(run.ids) > 1
+    return (many, 0 if many else run.start)
