@@ -52,6 +52,12 @@ class BodyTooLarge(RequestError):
     status = 413
 
 
+class BodyLate(RequestError):
+    """The client stopped sending in the middle of its request body (HTTP 408)."""
+
+    status = 408
+
+
 class NotFound(RequestError):
     """The named model, route or object is not here (HTTP 404)."""
 

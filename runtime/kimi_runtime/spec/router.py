@@ -71,4 +71,7 @@ class RouterSpec(SpecModel):
         30.0, description="A client that reads nothing for this long is dropped."
     )
     retries: NonNegativeInt = Field(2, description="Before the first token only.")
+    drain: Annotated[Seconds, Gt(0)] = Field(
+        30.0, description="After SIGTERM, requests may run on for this long."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"

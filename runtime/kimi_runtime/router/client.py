@@ -1,0 +1,183 @@
+"""One worker's or pool daemon's HTTP face, as the router calls it: signed, bounded in time."""
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import NoReturn, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from kimi_runtime import clock
+from kimi_runtime.auth import HEADER, NONCE_BYTES, sign
+from kimi_runtime.errors import (
+    DeadlineExceeded,
+    KimistackError,
+    Overloaded,
+    ProtocolError,
+    RequestError,
+    Unavailable,
+    WorkerFailed,
+)
+from kimi_runtime.spec.request import ErrorBody, GenerateChunk, GenerateRequest
+from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
+from kimi_runtime.spec.worker import LoadReport, WorkerInfo
+from kimi_runtime.umbp.feed import decode_line
+
+T = TypeVar("T", bound=BaseModel)
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A hand-off of a million tokens is a line of about 5 MB; beyond this the peer is broken."""
+CONNECT_S = 2.0
+RELEASE_S = 2.0
+FEED_SILENCE_S = 10.0
+"""Owners send a heartbeat every second; silence for this long means that nobody is there."""
+
+
+class PeerClient:
+    """Calls one peer over a shared `aiohttp.ClientSession`.
+
+    Raises WorkerFailed where the peer can't be reached or breaks off, and the error the peer sent
+    where it answers with one.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, name: str, url: str, call_key: bytes) -> None:
+        self.name, self.url = name, url.rstrip("/")
+        self._http, self._call_key = http, call_key
+        self._streams: set[aiohttp.ClientResponse] = set()
+
+    async def info(self, *, within_s: float) -> WorkerInfo:
+        """`GET /info`."""
+        return await self._get("/info", WorkerInfo, within_s)
+
+    async def load(self, *, within_s: float) -> LoadReport:
+        """`GET /load`."""
+        return await self._get("/load", LoadReport, within_s)
+
+    async def release(self, ticket: str) -> None:
+        """`POST /handoff/{ticket}/release`: the hand-off's blocks are free again."""
+        limits = aiohttp.ClientTimeout(total=RELEASE_S, connect=CONNECT_S)
+        async with self._call("POST", f"/handoff/{ticket}/release", b"", limits) as response:
+            await response.read()
+
+    async def generate(
+        self, request: GenerateRequest, *, trace_id: str
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """`POST /generate`: the chunks up to the one with `finish`, within the request's deadline.
+
+        Closing the iterator closes the connection, which cancels the request at the worker.
+        """
+        body = request.model_dump_json().encode()
+        limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
+        headers = {"X-Request-ID": trace_id, "Content-Type": "application/json"}
+        async with self._call("POST", "/generate", body, limits, headers) as response:
+            self._streams.add(response)
+            finished = False
+            try:
+                async with aclosing(_lines(response.content)) as lines:
+                    async for line in lines:
+                        chunk = self._chunk(line)
+                        yield chunk
+                        if chunk.finish is not None:
+                            finished = True
+                            return
+            finally:
+                self._streams.discard(response)
+                if not finished:
+                    response.close()
+            raise WorkerFailed(f"{self.name} broke off its answer before the end")
+
+    async def feed(
+        self, epoch: int | None, after: int
+    ) -> AsyncGenerator[FeedHello | FeedSnapshotPage | FeedBatch, None]:
+        """`GET /feed`: parsed lines until the owner ends the stream."""
+        query = f"?after={after}" + ("" if epoch is None else f"&epoch={epoch}")
+        limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=FEED_SILENCE_S)
+        async with (
+            self._call("GET", f"/feed{query}", b"", limits) as response,
+            aclosing(_lines(response.content)) as lines,
+        ):
+            async for line in lines:
+                yield decode_line(line)
+
+    def abort_streams(self) -> None:
+        """The peer is lost: end every generation that waits for it with WorkerFailed."""
+        for response in list(self._streams):
+            response.close()
+
+    async def _get(self, path: str, answer: type[T], within_s: float) -> T:
+        limits = aiohttp.ClientTimeout(total=within_s, connect=min(CONNECT_S, within_s))
+        async with self._call("GET", path, b"", limits) as response:
+            return answer.model_validate_json(await response.read())
+
+    @asynccontextmanager
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        limits: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        signed = sign(self._call_key, method, path, body, unix_s=clock.unix_s(), nonce=nonce)
+        try:
+            async with self._http.request(
+                method,
+                f"{self.url}{path}",
+                data=body or None,
+                headers={HEADER: signed, **(headers or {})},
+                timeout=limits,
+            ) as response:
+                if response.status != 200:
+                    self._refuse(response.status, await response.read())
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise WorkerFailed(f"{self.name} at {self.url} did not answer {path}: {exc!r}") from exc
+        except ValidationError as exc:
+            raise WorkerFailed(f"{self.name} sent what its wire format does not allow") from exc
+
+    def _chunk(self, line: bytes) -> GenerateChunk:
+        chunk = GenerateChunk.model_validate_json(line)
+        if chunk.error is not None:
+            raise error_of(chunk.error)
+        return chunk
+
+    def _refuse(self, status: int, body: bytes) -> NoReturn:
+        try:
+            raise error_of(ErrorBody.model_validate_json(body))
+        except ValidationError as exc:
+            raise WorkerFailed(f"{self.name} answered {status} without an error body") from exc
+
+
+def error_of(body: ErrorBody) -> KimistackError:
+    """The exception that an error body from a worker stands for."""
+    match body.status:
+        case 429:
+            return Overloaded(body.message, retry_after_s=body.retry_after_s or 1.0)
+        case 503:
+            return Unavailable(body.message)
+        case 504:
+            return DeadlineExceeded(body.message)
+        case 400 | 404 | 413:
+            return RequestError(body.message, param=body.param, code=body.code)
+        case _:
+            return WorkerFailed(body.message)
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes, None]:
+    """Lines of any length up to `MAX_LINE_BYTES`; a last line without newline is dropped: cut."""
+    held: list[bytes] = []
+    held_bytes = 0
+    async for data in stream.iter_any():
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            held.append(end)
+            line = b"".join(held)
+            held, held_bytes = [], 0
+            if line:
+                yield line
+        held.append(rest)
+        held_bytes += len(rest)
+        if held_bytes > MAX_LINE_BYTES:
+            raise ProtocolError(f"a line of more than {MAX_LINE_BYTES} bytes")

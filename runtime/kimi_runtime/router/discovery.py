@@ -1,0 +1,229 @@
+"""The workers of the deployment: who is there, what each is, whether it can be planned onto.
+
+One task per endpoint asks `GET /info` until the worker answers, refuses it loudly if it does not
+fit (another vocabulary, or another layout than the rest of its revision), then asks `GET /load`
+every `load_interval`. A worker that stops answering is not ready until it answers again; one with
+a new epoch has restarted and is asked anew what it is.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from kimi_runtime import clock
+from kimi_runtime.errors import KimistackError, WorkerFailed
+from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.ledger import Ledger, Load
+from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.router.view import WorkerView
+from kimi_runtime.spec.router import WorkerEndpoint
+from kimi_runtime.spec.worker import WorkerInfo
+
+MIN_CALL_S = 1.0
+"""A busy worker may answer late; below this a late answer says nothing."""
+FAILURES_UNTIL_LOST = 2
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One endpoint and what is known of it."""
+
+    endpoint: WorkerEndpoint
+    client: PeerClient
+    info: WorkerInfo | None = None
+    ready: bool = False
+    refusal: str | None = None
+    failures: int = 0
+
+    @property
+    def name(self) -> str:
+        """The endpoint's name."""
+        return self.endpoint.name
+
+
+class Fleet:
+    """Every worker of the router's file. `watch` keeps one up to date."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        ledger: Ledger,
+        *,
+        vocabulary_digest: str,
+        load_interval_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._members = {member.name: member for member in members}
+        self._ledger, self._vocabulary_digest = ledger, vocabulary_digest
+        self._load_interval_s, self._changed = load_interval_s, changed
+        self._call_s = max(MIN_CALL_S, 5 * load_interval_s)
+
+    def __getitem__(self, name: str) -> Member:
+        """The worker of that name."""
+        return self._members[name]
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All of them, ready or not."""
+        return list(self._members.values())
+
+    @property
+    def generation(self) -> tuple[tuple[str, int], ...]:
+        """Which processes can be planned onto: changes when one comes, goes or restarts."""
+        return tuple(
+            (member.name, member.info.epoch)
+            for member in self._members.values()
+            if member.ready and member.info is not None
+        )
+
+    @property
+    def geometries(self) -> dict[str, Geometry]:
+        """Block geometry by worker, for workers that are ready."""
+        return {
+            member.name: geometry_of(member.info)
+            for member in self._members.values()
+            if member.ready and member.info is not None
+        }
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest context that any known worker serves; None before one is known."""
+        known = [m.info.max_context_tokens for m in self._members.values() if m.info is not None]
+        return max(known, default=None)
+
+    def views(
+        self, cached: Mapping[str, int], pooled: Mapping[str, int], *, now_s: float
+    ) -> list[WorkerView]:
+        """Every known worker as a decision sees it."""
+        loads = self._ledger.loads(self._members, now_s=now_s)
+        return [
+            _view(member, info, loads[member.name], cached, pooled)
+            for member in self._members.values()
+            if (info := member.info) is not None
+        ]
+
+    def suspect(self, name: str) -> None:
+        """A request found the worker dead: it is not ready until it answers a poll again."""
+        self._lose(self._members[name], "a request could not reach it")
+
+    async def watch(self, member: Member) -> None:
+        """Keep `member` up to date until cancelled."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                if member.ready:
+                    await self._poll(member)
+                else:
+                    await self._meet(member)
+                member.failures, backoff_s = 0, FIRST_BACKOFF_S
+                pause_s = self._load_interval_s if member.ready else MAX_BACKOFF_S
+            except KimistackError as exc:
+                member.failures += 1
+                refused = isinstance(exc.__cause__, ConnectionError | aiohttp.ClientConnectorError)
+                if refused or member.failures >= FAILURES_UNTIL_LOST:
+                    self._lose(member, str(exc))
+                    member.client.abort_streams()
+                if member.failures == 1:
+                    _log.warning(
+                        "worker not reached",
+                        extra={"fields": {"worker": member.name, "why": str(exc)}},
+                    )
+                pause_s, backoff_s = backoff_s, min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(pause_s)
+
+    async def _meet(self, member: Member) -> None:
+        info = await member.client.info(within_s=self._call_s)
+        report = await member.client.load(within_s=self._call_s)
+        if report.epoch != info.epoch:
+            raise WorkerFailed(f"{member.name} restarted while it was asked what it is")
+        refusal = self._misfit(member, info)
+        if refusal != member.refusal and refusal is not None:
+            _log.error("worker refused", extra={"fields": {"worker": member.name, "why": refusal}})
+        member.info, member.refusal, member.ready = info, refusal, refusal is None
+        if member.ready:
+            self._ledger.report(member.name, report, now_s=clock.now_s())
+            _log.info(
+                "worker ready",
+                extra={"fields": {"worker": member.name, "role": info.role, "epoch": info.epoch}},
+            )
+            self._changed()
+
+    async def _poll(self, member: Member) -> None:
+        report = await member.client.load(within_s=self._call_s)
+        if member.info is None or report.epoch != member.info.epoch:
+            self._lose(member, "it restarted")
+            member.client.abort_streams()
+            await self._meet(member)
+            return
+        self._ledger.report(member.name, report, now_s=clock.now_s())
+
+    def _misfit(self, member: Member, info: WorkerInfo) -> str | None:
+        if info.name != member.name:
+            return f"it calls itself {info.name!r}; correct the name in the router's file"
+        if info.role != member.endpoint.role:
+            return f"its role is {info.role.value}, not {member.endpoint.role.value} as in the file"
+        if info.vocabulary_digest != self._vocabulary_digest:
+            return (
+                f"its vocabulary is {info.vocabulary_digest[:12]}, the router's is "
+                f"{self._vocabulary_digest[:12]}: its ids would mean other text"
+            )
+        for other in self._members.values():
+            theirs = other.info
+            if other is member or not other.ready or theirs is None:
+                continue
+            if theirs.revision == info.revision and geometry_of(theirs) != geometry_of(info):
+                return (
+                    f"revision {info.revision} has {geometry_of(theirs)} at {other.name}, "
+                    f"but {geometry_of(info)} here: KV could not be shared"
+                )
+        return None
+
+    def _lose(self, member: Member, why: str) -> None:
+        if not member.ready:
+            return
+        member.ready = False
+        self._ledger.lost(member.name)
+        _log.warning("worker lost", extra={"fields": {"worker": member.name, "why": why}})
+        self._changed()
+
+
+def geometry_of(info: WorkerInfo) -> Geometry:
+    """The part of a worker's description that its block keys depend on."""
+    return Geometry(info.model_digest, info.layout, info.block_tokens)
+
+
+def _view(
+    member: Member,
+    info: WorkerInfo,
+    load: Load,
+    cached: Mapping[str, int],
+    pooled: Mapping[str, int],
+) -> WorkerView:
+    return WorkerView(
+        name=member.name,
+        role=info.role,
+        roles=info.capabilities.roles,
+        revision=info.revision,
+        layout=info.layout,
+        ready=member.ready,
+        draining=load.draining,
+        certain=load.certain,
+        waiting=load.waiting,
+        running=load.running,
+        queued_tokens=load.queued_tokens,
+        free_blocks=load.free_blocks,
+        total_blocks=info.total_blocks,
+        block_tokens=info.block_tokens,
+        max_context_tokens=info.max_context_tokens,
+        grammar=info.capabilities.grammar,
+        logprobs=info.capabilities.logprobs,
+        cached_tokens=cached.get(member.name, 0),
+        pool_tokens=pooled.get(member.name, 0),
+    )

@@ -1,0 +1,77 @@
+"""Which blocks every worker and pool holds, from their feeds.
+
+What is known here is advisory: a wrong entry costs a miss, never a wrong answer. A broken feed is
+followed again with growing pauses, from where it broke off if the owner still has that.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+
+from kimi_runtime.errors import KimistackError
+from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.umbp.feed import FollowState
+from kimi_runtime.umbp.index import Index
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Feeds:
+    """The followed owners: workers by name, and pools by name."""
+
+    def __init__(self, workers: Sequence[PeerClient], pools: Sequence[PeerClient]) -> None:
+        self._clients = {client.name: client for client in (*workers, *pools)}
+        self._pools = tuple(client.name for client in pools)
+        self._index = Index()
+
+    @property
+    def owners(self) -> Sequence[str]:
+        """Names of everybody who is followed."""
+        return list(self._clients)
+
+    def states(self) -> dict[str, FollowState]:
+        """How far each owner's copy can be trusted."""
+        return {name: self._index.state(name) for name in self._clients}
+
+    def keys_held(self) -> dict[str, int]:
+        """How many blocks each owner is thought to hold."""
+        return {name: self._index.keys(name) for name in self._clients}
+
+    def cached_tokens(
+        self, geometries: Mapping[str, Geometry], keys: Mapping[Geometry, Sequence[bytes]]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Tokens of the prompt's leading run, by worker: in its own memory, and in any pool."""
+        runs = {geometry: self._index.prefix_runs(run) for geometry, run in keys.items()}
+        own, pooled = {}, {}
+        for worker, geometry in geometries.items():
+            held = runs[geometry]
+            in_pool = max((held.get(pool, 0) for pool in self._pools), default=0)
+            own[worker] = held.get(worker, 0) * geometry.block_tokens
+            pooled[worker] = in_pool * geometry.block_tokens
+        return own, pooled
+
+    async def follow(self, owner: str) -> None:
+        """Keep one owner's copy up to date until cancelled."""
+        index, client = self._index, self._clients[owner]
+        backoff_s, quiet = FIRST_BACKOFF_S, False
+        while True:
+            try:
+                async with aclosing(client.feed(*index.resume_point(owner))) as lines:
+                    async for line in lines:
+                        quiet, backoff_s = False, FIRST_BACKOFF_S
+                        if not index.apply(owner, line):
+                            break  # a gap: ask again, for a snapshot
+                why = "it ended"
+            except KimistackError as exc:
+                why = str(exc)
+            index.disconnected(owner)
+            if not quiet:
+                _log.warning("feed lost", extra={"fields": {"owner": owner, "why": why}})
+                quiet = True
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

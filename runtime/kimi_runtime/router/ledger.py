@@ -1,0 +1,160 @@
+"""What each worker has to do, as far as this router can know: its own sends plus load reports.
+
+A send is entered before anything is awaited, so that the next decision sees it. A report says what
+the worker had seen of ours (`last_request`); what was sent after that is added on top. A report
+that is old or missing makes a worker uncertain: it then counts as an average one plus a penalty,
+never as idle. Pure: time is an argument.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kimi_runtime.spec.worker import LoadReport
+
+UNCERTAIN_PENALTY_REQUESTS = 1
+REMEMBERED_SENDS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A worker's load now; the fields are `WorkerView`'s."""
+
+    waiting: int
+    running: int
+    queued_tokens: int
+    free_blocks: int
+    total_blocks: int
+    certain: bool
+    draining: bool
+
+
+@dataclass(slots=True)
+class _Entry:
+    order: int
+    new_tokens: int
+    computed: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    entries: dict[str, _Entry]
+    orders: OrderedDict[str, int]
+    """The newest sends' order by wire id, finished ones included: a report may name one."""
+    report: LoadReport | None = None
+    reported_at_s: float = 0.0
+    sent: int = 0
+    seen: int = 0
+
+
+class Ledger:
+    """In-flight work per worker. `router` is this replica's name in the workers' reports."""
+
+    def __init__(self, router: str, *, stale_after_s: float) -> None:
+        self._router, self._stale_after_s = router, stale_after_s
+        self._workers: dict[str, _Worker] = {}
+
+    def start(self, worker: str, wire_id: str, *, new_tokens: int) -> None:
+        """A request goes to `worker`; `new_tokens` of its prompt are not cached there."""
+        state = self._state(worker)
+        state.sent += 1
+        state.entries[wire_id] = _Entry(state.sent, new_tokens)
+        state.orders[wire_id] = state.sent
+        if len(state.orders) > REMEMBERED_SENDS:
+            state.orders.popitem(last=False)
+
+    def computed(self, worker: str, wire_id: str) -> None:
+        """Its prompt is done: the first output came."""
+        entry = self._state(worker).entries.get(wire_id)
+        if entry is not None:
+            entry.computed = True
+
+    def finish(self, worker: str, wire_id: str) -> None:
+        """It left the worker, well or not. Finishing twice changes nothing."""
+        self._state(worker).entries.pop(wire_id, None)
+
+    def report(self, worker: str, report: LoadReport, *, now_s: float) -> bool:
+        """Take a load report in; False if a newer one of the same epoch is already here."""
+        state = self._state(worker)
+        last = state.report
+        if last is not None and last.epoch == report.epoch and report.seq <= last.seq:
+            return False
+        if last is not None and last.epoch != report.epoch:
+            state.seen = 0
+        state.report, state.reported_at_s = report, now_s
+        newest = report.last_request.get(self._router)
+        if newest is not None:
+            state.seen = max(state.seen, state.orders.get(newest, 0))
+        return True
+
+    def lost(self, worker: str) -> None:
+        """The worker is gone: what it reported no longer holds."""
+        self._state(worker).report = None
+
+    def in_flight(self, worker: str) -> int:
+        """Requests of this router at `worker` now."""
+        return len(self._state(worker).entries)
+
+    @property
+    def total_in_flight(self) -> int:
+        """Requests of this router at all workers now, each leg counted."""
+        return sum(len(state.entries) for state in self._workers.values())
+
+    def loads(self, workers: Iterable[str], *, now_s: float) -> dict[str, Load]:
+        """The load of each worker; uncertain ones by the average of the others."""
+        names = list(workers)
+        known = {name: load for name in names if (load := self._known(name, now_s)) is not None}
+        certain = list(known.values())
+        count = max(len(certain), 1)
+        requests = sum(load.waiting + load.running for load in certain) // count
+        queued = sum(load.queued_tokens for load in certain) // count
+        return {
+            name: known.get(name) or self._guess(name, requests=requests, queued=queued)
+            for name in names
+        }
+
+    def _known(self, name: str, now_s: float) -> Load | None:
+        state = self._state(name)
+        report = state.report
+        if report is None or now_s - state.reported_at_s > self._stale_after_s:
+            return None
+        others = max(report.waiting + report.running - report.in_flight.get(self._router, 0), 0)
+        requests = others + len(state.entries)
+        unseen = [entry for entry in state.entries.values() if entry.order > state.seen]
+        running = min(report.running, requests)
+        return Load(
+            waiting=requests - running,
+            running=running,
+            queued_tokens=report.queued_tokens + _open_tokens(unseen),
+            free_blocks=report.free_blocks,
+            total_blocks=report.total_blocks,
+            certain=True,
+            draining=report.draining,
+        )
+
+    def _guess(self, name: str, *, requests: int, queued: int) -> Load:
+        state = self._state(name)
+        own = list(state.entries.values())
+        old = state.report
+        if old is not None:  # an old report is a floor under the guess
+            requests = max(requests, old.waiting + old.running)
+            queued = max(queued, old.queued_tokens)
+        return Load(
+            waiting=max(requests, len(own)) + UNCERTAIN_PENALTY_REQUESTS,
+            running=0,
+            queued_tokens=max(queued, _open_tokens(own)),
+            free_blocks=old.free_blocks if old is not None else 0,
+            total_blocks=old.total_blocks if old is not None else 0,
+            certain=False,
+            draining=old is not None and old.draining,
+        )
+
+    def _state(self, worker: str) -> _Worker:
+        state = self._workers.get(worker)
+        if state is None:
+            state = self._workers[worker] = _Worker({}, OrderedDict())
+        return state
+
+
+def _open_tokens(entries: Iterable[_Entry]) -> int:
+    return sum(entry.new_tokens for entry in entries if not entry.computed)

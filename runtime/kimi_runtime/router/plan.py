@@ -1,0 +1,181 @@
+"""Who could serve a request and who does: candidates, their prices joined, ties broken.
+
+A policy prices one worker for one leg of the work, in tokens of prefill. Legs are independent here
+(the price of a pair is the sum), so the best pair of a revision is the best of each leg. Pure.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from kimi_runtime.errors import Unavailable
+from kimi_runtime.router.view import RequestView, WorkerView
+from kimi_runtime.spec.worker import Role
+
+T = TypeVar("T")
+
+TIE_BAND = 0.03
+"""Prices within 3 % of the best are equal: the estimates are no better than that."""
+
+
+class Mode(StrEnum):
+    """How a request is served."""
+
+    EXTEND = "extend"
+    PD = "pd"
+
+
+class Leg(StrEnum):
+    """A part of the work that one worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WHOLE = "whole"
+
+
+Terms = Mapping[str, float]
+"""The summands of a price, by name, in tokens of prefill."""
+
+Pricing = Callable[[RequestView, WorkerView, Leg], Terms]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decision with the figures that made it. `prefill` is None when `decode` does it all."""
+
+    mode: Mode
+    prefill: str | None
+    decode: str
+    terms: Terms = field(default_factory=dict)
+    considered: int = 1
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Everybody the plan uses, in the order they are asked."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced(Generic[T]):
+    option: T
+    names: tuple[str, ...]
+    total: float
+
+
+def obstacle(request: RequestView, worker: WorkerView) -> str | None:
+    """Why this worker can't take the request now; None if it can."""
+    if not worker.ready:
+        return "is not ready"
+    if worker.draining:
+        return "is draining"
+    if request.prompt_tokens + 1 > worker.max_context_tokens:
+        return f"has a context of {worker.max_context_tokens} tokens"
+    if request.prompt_tokens + 1 > worker.total_blocks * worker.block_tokens:
+        return f"has KV space for {worker.total_blocks * worker.block_tokens} tokens"
+    if request.grammar and not worker.grammar:
+        return "cannot constrain its output"
+    if request.logprobs and not worker.logprobs:
+        return "gives no logprobs"
+    return None
+
+
+def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) -> Plan:
+    """The cheapest plan.
+
+    A prefill worker is paired only with a decode worker of its own revision and layout. When no
+    such pair and no whole-request worker is left, whoever is able to do whole requests serves
+    alone, whatever its role. Raises Unavailable with each worker's obstacle when nobody is left.
+    """
+    able = [worker for worker in workers if obstacle(request, worker) is None]
+    plans = [*_pairs(request, able, price), *_alone(request, able, price, planned=True)]
+    if not plans:
+        plans = list(_alone(request, able, price, planned=False))
+    if not plans:
+        raise Unavailable(f"no worker can serve this request now: {_why(request, workers)}")
+    return _cheapest(request, [_Priced(p, p.workers, sum(p.terms.values())) for p in plans])
+
+
+def _pairs(request: RequestView, able: Sequence[WorkerView], price: Pricing) -> Iterable[Plan]:
+    kinds = dict.fromkeys((worker.revision, worker.layout) for worker in able)
+    for kind in kinds:
+        same = [worker for worker in able if (worker.revision, worker.layout) == kind]
+        prefills = [worker for worker in same if worker.role is Role.PREFILL]
+        decodes = [worker for worker in same if worker.role is Role.DECODE]
+        if prefills and decodes:
+            first, first_terms = _pick(request, prefills, price, Leg.PREFILL)
+            second, second_terms = _pick(request, decodes, price, Leg.DECODE)
+            terms = {f"prefill.{name}": tokens for name, tokens in first_terms.items()}
+            terms |= {f"decode.{name}": tokens for name, tokens in second_terms.items()}
+            yield Plan(
+                mode=Mode.PD,
+                prefill=first.name,
+                decode=second.name,
+                terms=terms,
+                considered=len(prefills) * len(decodes),
+            )
+
+
+def _alone(
+    request: RequestView, able: Sequence[WorkerView], price: Pricing, *, planned: bool
+) -> Iterable[Plan]:
+    if planned:
+        whole = [worker for worker in able if worker.role is Role.BOTH]
+    else:
+        whole = [worker for worker in able if Role.BOTH in worker.roles]
+    if whole:
+        chosen, priced = _pick(request, whole, price, Leg.WHOLE)
+        terms = {f"whole.{name}": tokens for name, tokens in priced.items()}
+        yield Plan(
+            mode=Mode.EXTEND,
+            prefill=None,
+            decode=chosen.name,
+            terms=terms,
+            considered=len(whole),
+        )
+
+
+def _pick(
+    request: RequestView, workers: Sequence[WorkerView], price: Pricing, leg: Leg
+) -> tuple[WorkerView, Terms]:
+    priced = []
+    for worker in workers:
+        terms = price(request, worker, leg)
+        priced.append(_Priced((worker, terms), (worker.name,), sum(terms.values())))
+    return _cheapest(request, priced)
+
+
+def _cheapest(request: RequestView, priced: Sequence[_Priced[T]]) -> T:
+    """The last owner if it is within the tie band, else the lowest; ties by rendezvous hash.
+
+    Nothing depends on positions in a list, and leaving out an option that is not chosen never
+    changes the choice.
+    """
+    lowest = min(one.total for one in priced)
+    owners = set(request.owners)
+    owned = [
+        one for one in priced if one.total <= lowest * (1 + TIE_BAND) and owners & {*one.names}
+    ]
+    ties = owned or [one for one in priced if one.total == lowest]
+    return min(ties, key=lambda one: (one.total, _rendezvous(request, one.names))).option
+
+
+def _rendezvous(request: RequestView, names: Sequence[str]) -> bytes:
+    text = "\0".join(names).encode()
+    return hashlib.blake2b(text, key=request.session[:64], digest_size=8).digest()
+
+
+def _why(request: RequestView, workers: Sequence[WorkerView]) -> str:
+    if not workers:
+        return "no worker is known; check that the workers run and use this router's call key"
+    reasons = [
+        f"{worker.name} {obstacle(request, worker) or f'has no {_missing(worker)} to pair with'}"
+        for worker in workers
+    ]
+    return "; ".join(reasons)
+
+
+def _missing(worker: WorkerView) -> str:
+    other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+    return f"{other.value} worker of its revision and layout"

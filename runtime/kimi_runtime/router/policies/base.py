@@ -1,0 +1,18 @@
+"""The routing policy: which workers serve a request."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kimi_runtime.router.plan import Plan
+from kimi_runtime.router.view import RequestView, WorkerView
+
+
+class Policy(Protocol):
+    """Chooses. Pure: the same arguments give the same plan, whatever the order of `workers`."""
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
+        """The plan for this request, with the terms of its price.
+
+        Never uses a worker that is not ready or is draining, never pairs workers of different
+        revisions or layouts. Raises Unavailable when nobody can serve it.
+        """

@@ -1,0 +1,139 @@
+"""The router's HTTP app: OpenAI's API, health, readiness, metrics, API keys."""
+
+import hashlib
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from kimi_runtime.auth import OPEN_PATHS
+from kimi_runtime.errors import ConfigError, Unauthorized, Unavailable
+from kimi_runtime.protocol.codec_k2 import K2Codec
+from kimi_runtime.protocol.vocabulary import Vocabulary
+from kimi_runtime.router.service import Router
+from kimi_runtime.server.asgi import Traced
+from kimi_runtime.server.faults import openai_error
+from kimi_runtime.server.metrics import CONTENT_TYPE, RouterMetrics
+from kimi_runtime.server.openai import OpenAiApi
+from kimi_runtime.spec.router import RouterSpec
+
+MIN_API_KEY_CHARS = 16
+
+
+class ApiKeys:
+    """Who may call: API keys, each with its tenant.
+
+    A line of the file is a key, optionally followed by its tenant's name. Keys without a name are
+    tenants of their own: tenants never share cached prefixes, so giving two keys one name is a
+    decision of the operator.
+    """
+
+    def __init__(self, tenants: dict[bytes, str] | None) -> None:
+        """Digests of keys to tenants; None: everyone may call, as the tenant `default`."""
+        self._tenants = tenants
+
+    async def admit(self, scope: Scope) -> None:
+        """Note the caller's tenant in the scope; Unauthorized without a valid key."""
+        scope["kimistack.tenant"] = "default"
+        if self._tenants is None or scope["path"] in OPEN_PATHS:
+            return
+        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise Unauthorized("send an API key as 'Authorization: Bearer KEY'")
+        tenant = self._tenants.get(_digest(key.strip()))
+        if tenant is None:
+            raise Unauthorized("the API key is not known here")
+        scope["kimistack.tenant"] = tenant
+
+
+def read_api_keys(path: Path | None) -> ApiKeys:
+    """The keys of a file, blank lines and `#` comments left out. ConfigError if there are none."""
+    if path is None:
+        return ApiKeys(None)
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the API keys {path} cannot be read: {exc}") from exc
+    tenants: dict[bytes, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) > 2 or len(words[0]) < MIN_API_KEY_CHARS:
+            raise ConfigError(
+                f"{path}, line {number}: a key of at least {MIN_API_KEY_CHARS} characters is "
+                "wanted, then optionally its tenant's name"
+            )
+        digest = _digest(words[0].encode())
+        tenants[digest] = words[1] if len(words) == 2 else f"key-{digest.hex()[:12]}"
+    if not tenants:
+        raise ConfigError(f"the API keys {path} has no key; write one a line")
+    return ApiKeys(tenants)
+
+
+def open_codec(spec: RouterSpec, vocabulary: Vocabulary) -> K2Codec:
+    """The codec of the model's family."""
+    if spec.family != "k2":
+        raise ConfigError(
+            f"family is {spec.family!r}: this release speaks only the k2 family's format"
+        )
+    return K2Codec(vocabulary)
+
+
+def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
+    """The app of a running router."""
+    metrics = RouterMetrics(router)
+    api = OpenAiApi(router, codec, metrics)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def healthz(request: Request) -> Response:
+        del request
+        return JSONResponse({"status": "ok", "name": router.spec.name})
+
+    async def readyz(request: Request) -> Response:
+        del request
+        if router.admission.draining:
+            raise Unavailable("this router is shutting down")
+        if router.readiness.obstacle is not None:
+            raise Unavailable(f"not ready: {router.readiness.obstacle}")
+        return JSONResponse({"status": "ready", "passed": router.readiness.passed})
+
+    async def show_metrics(request: Request) -> Response:
+        del request
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE.decode()})
+
+    async def models(request: Request) -> Response:
+        del request
+        return JSONResponse(api.models())
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(api.model(request.path_params["name"]))
+
+    app.add_route("/v1/chat/completions", api.chat_completions, ["POST"])
+    app.add_route("/v1/completions", api.completions, ["POST"])
+    app.add_route("/v1/models", models, ["GET"])
+    app.add_route("/v1/models/{name:path}", model, ["GET"])
+    app.add_route("/healthz", healthz, ["GET"])
+    app.add_route("/readyz", readyz, ["GET"])
+    app.add_route("/metrics", show_metrics, ["GET"])
+    raise_http_errors(app)
+    app.add_middleware(Traced, render=openai_error, observe=metrics.observe, admit=keys.admit)
+    return app
+
+
+def raise_http_errors(app: FastAPI) -> None:
+    """Let 404 and 405 reach `Traced`, which answers every error in one form."""
+
+    async def again(request: Request, error: Exception) -> Response:
+        del request
+        raise error
+
+    app.add_exception_handler(HTTPException, again)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

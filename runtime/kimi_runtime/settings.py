@@ -1,0 +1,40 @@
+"""What a process takes from its environment: only what differs between replicas of one file.
+
+In Kubernetes every pod of a set starts from the same spec file; its own name comes from here.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from kimi_runtime.spec.base import SpecModel
+
+NAME_VARIABLE = "KIMISTACK_NAME"
+LOG_LEVEL_VARIABLE = "KIMISTACK_LOG_LEVEL"
+
+S = TypeVar("S", bound=BaseModel)
+
+
+class Settings(SpecModel):
+    """Overrides of a spec file's `name` and `log_level`; None leaves them as they are."""
+
+    name: str | None = None
+    log_level: str | None = None
+
+    def onto(self, spec: S) -> S:
+        """The spec with the overrides, validated again (ValueError)."""
+        overrides = {key: value for key, value in self.model_dump().items() if value is not None}
+        if not overrides:
+            return spec
+        return type(spec).model_validate(spec.model_dump() | overrides)
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """The settings in `environment`; the process' own by default."""
+    variables = os.environ if environment is None else environment
+    return Settings(
+        name=variables.get(NAME_VARIABLE) or None,
+        log_level=variables.get(LOG_LEVEL_VARIABLE) or None,
+    )
