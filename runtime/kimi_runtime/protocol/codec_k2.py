@@ -4,10 +4,9 @@ A message is a role token, a name, `<|im_middle|>`, a body and `<|im_end|>`. Too
 first message of their own. Structure is made of special ids that no text can produce.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 
-from kimi_runtime.protocol.chat import Chat, Message, Rendered
+from kimi_runtime.protocol.chat import Chat, Message, Rendered, ToolCall
 from kimi_runtime.protocol.declare import declare
 from kimi_runtime.protocol.incremental import Part, Segment, SessionRecord, encode_segments
 from kimi_runtime.protocol.parser_k2 import K2Parser
@@ -121,16 +120,21 @@ class _CallIds:
 
     def __init__(self) -> None:
         self._count = 0
-        self._renamed: defaultdict[str, list[str]] = defaultdict(list)
+        self._renamed: dict[str, list[str]] = {}
 
-    def of_call(self, original: str, name: str) -> str:
-        renamed = f"functions.{name}:{self._count}"
-        self._count += 1
-        self._renamed[original].append(renamed)
+    def of_calls(self, calls: Sequence[ToolCall]) -> list[str]:
+        """The new ids of one message's calls."""
+        renamed = [f"functions.{call.name}:{self._count + n}" for n, call in enumerate(calls)]
+        self._count += len(calls)
+        # Clients repeat ids: a result belongs to the newest message that made its call.
+        fresh: dict[str, list[str]] = {call.id: [] for call in calls}
+        for call, name in zip(calls, renamed, strict=True):
+            fresh[call.id].append(name)
+        self._renamed |= fresh
         return renamed
 
     def of_result(self, original: str) -> str:
-        """Clients repeat ids, so results of one id take its calls in order, the last one stays."""
+        """Results of an id that one message has twice take its calls in order."""
         calls = self._renamed.get(original)
         if not calls:
             return original
@@ -145,10 +149,10 @@ def _assistant(message: Message, call_ids: _CallIds, *, keep: bool) -> list[Segm
     body = [_THINK, Segment(message.reasoning if keep else ""), _THOUGHT, Segment(message.content)]
     if message.calls:
         body.append(Segment("<|tool_calls_section_begin|>", control=True))
-        for call in message.calls:
+        for call, call_id in zip(message.calls, call_ids.of_calls(message.calls), strict=True):
             body += [
                 Segment("<|tool_call_begin|>", control=True),
-                Segment(call_ids.of_call(call.id, call.name)),
+                Segment(call_id),
                 Segment("<|tool_call_argument_begin|>", control=True),
                 Segment(call.arguments),
                 Segment("<|tool_call_end|>", control=True),
