@@ -97,10 +97,10 @@ class Gap(IntEnum):
 
 
 class Extent(NamedTuple):
-    """`count` pages of the arena from page `first`."""
+    """`pages` pages of the arena from page `first`."""
 
     first: int
-    count: int
+    pages: int
 
 
 class Granted(NamedTuple):

@@ -8,6 +8,10 @@ from pathlib import Path
 from kimi_runtime.errors import CapacityError
 from kimi_runtime.units import format_bytes
 
+PAGE_BYTES = 4096
+TRAILER_BYTES = PAGE_BYTES
+"""Behind the data of a shared file lies a page in which its owner says what peers may do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -22,22 +26,31 @@ class Memory:
         return self.view.nbytes
 
 
+def trailer_offset(size_bytes: int) -> int:
+    """Where a shared file's trailer begins: the next page after its data."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def private_memory(size_bytes: int) -> Memory:
     """Zeroed memory of this process alone."""
     return Memory(memoryview(bytearray(size_bytes)))
 
 
 def shared_memory(path: Path, size_bytes: int) -> Memory:
-    """A new file of `size_bytes`, mode 0600, mapped and backed by real pages.
+    """A new file for `size_bytes`, mode 0600, mapped and backed by real pages.
 
-    Raises CapacityError when the file system has no room: without reserved pages a later store
-    would kill the process with SIGBUS.
+    A file that is there is unlinked, never truncated: a process that still maps it would be killed.
+    The file has a trailer of `TRAILER_BYTES` more, which transports use. Raises CapacityError when
+    the file system has no room: without reserved pages a later store would kill the process with
+    SIGBUS.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
+            os.posix_fallocate(descriptor, 0, trailer_offset(size_bytes) + TRAILER_BYTES)
         except OSError as exc:
+            path.unlink()
             free = os.statvfs(path.parent)
             raise CapacityError(
                 f"shared memory file {path}",

@@ -264,7 +264,8 @@ class Connection(asyncio.Protocol):
 
     def _reserve(self, payload: bytes) -> bytes:
         assert self.instance is not None
-        items, pages = [], 0
+        items: list[tuple[bytes, int]] = []
+        pages = 0
         for key, size in wire.unpack_reserve(payload):
             pages += -(-size // self._pool.page_bytes)
             if items and pages > PAGES_AN_ANSWER:

@@ -101,16 +101,14 @@ class FeedLog:
         """Whether a follower at `(epoch, after)` can go on without a snapshot."""
         return epoch == self.epoch and self.seq - len(self._events) <= after <= self.seq
 
-    def snapshot(self) -> Iterator[FeedSnapshotPage]:
+    def snapshot(self, page_keys: int = SNAPSHOT_PAGE_KEYS) -> Iterator[FeedSnapshotPage]:
         """The held keys as of now, in pages; the last page has `last`, even if it is empty.
 
         Taken whole before the first page is yielded, so later changes do not leak into it.
         """
         seq, held = self.seq, list(self._held)
-        pages = [
-            held[start : start + SNAPSHOT_PAGE_KEYS]
-            for start in range(0, len(held), SNAPSHOT_PAGE_KEYS)
-        ] or [[]]
+        starts = range(0, len(held), page_keys)
+        pages = [held[start : start + page_keys] for start in starts] or [[]]
         for number, page in enumerate(pages):
             yield FeedSnapshotPage(
                 epoch=self.epoch,
@@ -120,15 +118,15 @@ class FeedLog:
                 keys=hex_keys(page),
             )
 
-    def batch_after(self, after: int) -> FeedBatch | None:
-        """The next changes after `after`, at most `BATCH_EVENTS`; an empty batch if there are none.
+    def batch_after(self, after: int, limit: int = BATCH_EVENTS) -> FeedBatch | None:
+        """The next changes after `after`, at most `limit`; an empty batch if there are none.
 
         None if they are no longer in the log: the follower needs a snapshot.
         """
         if not self.resumes(self.epoch, after):
             return None
         start = len(self._events) - (self.seq - after)
-        count = min(BATCH_EVENTS, self.seq - after)
+        count = min(limit, self.seq - after)
         events = tuple(islice(self._events, start, start + count))
         return FeedBatch(epoch=self.epoch, first_seq=after + 1, events=events)
 
@@ -235,6 +233,6 @@ class FeedFollower:
         self._pages, self._next_page = [], 0
 
     def _gap(self) -> bool:
+        """Nothing of the line was taken: the copy is still right up to `seq`, and resumable."""
         self.disconnected()
-        self.epoch, self.seq = None, 0  # resume_point now asks for a snapshot
         return False

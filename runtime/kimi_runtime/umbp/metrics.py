@@ -4,7 +4,7 @@ Blocks times the deployment's block tokens are tokens: `kimistack_umbp_lost_bloc
 is the funnel from what was asked for to what was served.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,8 +27,8 @@ class PoolMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric, now."""
         clients = self.clients()
-        yield _gauge("ready", "1 when the pool can be used.", {(): clients is not None})
-        yield _gauge("feed_followers", "Streams of the feed.", {(): self.followers()})
+        yield _gauge("ready", "1 when the pool can be used.", clients is not None)
+        yield _gauge("feed_followers", "Streams of the feed.", self.followers())
         if clients is not None:
             yield from _gauges(clients)
             yield from _counters(clients)
@@ -43,61 +43,67 @@ class PoolMetrics(Collector):
 def _gauges(clients: Clients) -> Iterator[Metric]:
     pool = clients.pool
     used = pool.total_pages - pool.free_pages - pool.evictable_pages
-    pages = {("free",): pool.free_pages, ("evictable",): pool.evictable_pages, ("used",): used}
+    pages = {"free": pool.free_pages, "evictable": pool.evictable_pages, "used": used}
     yield _gauge("pages", "Pages of the arena by state.", pages, "state")
-    yield _gauge("page_bytes", "Size of a page.", {(): pool.page_bytes})
-    yield _gauge("blocks", "Visible blocks.", {(): pool.live_blocks})
-    yield _gauge("pins", "Pins of readers.", {(): pool.open_pins})
+    yield _gauge("page_bytes", "Size of a page.", pool.page_bytes)
+    yield _gauge("blocks", "Visible blocks.", pool.live_blocks)
+    yield _gauge("pins", "Pins of readers.", pool.open_pins)
     reservations = {
-        ("open",): pool.reservations(quarantined=False),
-        ("quarantined",): pool.reservations(quarantined=True),
+        "open": pool.reservations(quarantined=False),
+        "quarantined": pool.reservations(quarantined=True),
     }
     yield _gauge("reservations", "Reservations by state.", reservations, "state")
-    yield _gauge("clients", "Connected engines.", {(): len(clients)})
-    yield _gauge("feed_seq", "Sequence number of the newest change.", {(): pool.feed.seq})
+    yield _gauge("clients", "Connected engines.", len(clients))
+    yield _gauge("feed_seq", "Sequence number of the newest change.", pool.feed.seq)
 
 
 def _counters(clients: Clients) -> Iterator[Metric]:
     c, lost = clients.pool.counters, clients.lost
-    yield _counter("reserved_blocks", "Reservations given.", {(): c.reserved})
-    yield _counter("refused_blocks", "Reservations refused for want of space.", {(): c.refused})
+    yield _counter("reserved_blocks", "Reservations given.", c.reserved)
+    yield _counter("refused_blocks", "Reservations refused for want of space.", c.refused)
     ended = {
-        ("committed",): c.put,
-        ("duplicate",): c.duplicate,
-        ("aborted",): c.aborted,
-        ("expired",): c.expired,
-        ("writer_gone",): c.writer_gone,
+        "committed": c.put,
+        "duplicate": c.duplicate,
+        "aborted": c.aborted,
+        "expired": c.expired,
+        "writer_gone": c.writer_gone,
     }
     yield _counter("ended_reservations", "Reservations ended, by how.", ended, "how")
-    yield _counter("put_bytes", "Bytes of committed blocks.", {(): c.put_bytes})
-    yield _counter("evicted_blocks", "Blocks evicted for space.", {(): c.evicted})
-    yield _counter("evicted_bytes", "Bytes evicted for space.", {(): c.evicted_bytes})
-    dropped = {("corrupt",): c.corrupt, ("cleared",): c.cleared}
+    yield _counter("put_bytes", "Bytes of committed blocks.", c.put_bytes)
+    yield _counter("evicted_blocks", "Blocks evicted for space.", c.evicted)
+    yield _counter("evicted_bytes", "Bytes evicted for space.", c.evicted_bytes)
+    dropped = {"corrupt": c.corrupt, "cleared": c.cleared}
     yield _counter("dropped_blocks", "Blocks dropped otherwise.", dropped, "reason")
-    yield _counter("hit_blocks", "Blocks served.", {(): lost.hit})
+    yield _counter("hit_blocks", "Blocks served.", lost.hit)
     reasons = {
-        ("miss",): lost.miss,
-        ("evicted",): lost.evicted,
-        ("unavailable",): lost.unavailable,
-        ("late",): lost.late + c.lapsed,
-        ("corrupt",): lost.corrupt,
+        "miss": lost.miss,
+        "evicted": lost.evicted,
+        "unavailable": lost.unavailable,
+        "late": lost.late + c.lapsed,
+        "corrupt": lost.corrupt,
     }
     yield _counter("lost_blocks", "Blocks asked for and not served.", reasons, "reason")
-    yield _counter("refused_clients", "Connections refused.", {(): clients.refused})
+    yield _counter("refused_clients", "Connections refused.", clients.refused)
 
 
-_Samples = dict[tuple[str, ...], int] | dict[tuple[()], int]
+_Samples = float | Mapping[str, float]
+"""One value, or one per value of the label."""
 
 
-def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-    metric = GaugeMetricFamily(_PREFIX + name, text, labels=labels)
-    for values, number in samples.items():
-        metric.add_metric(list(values), number)
-    return metric
+def _gauge(name: str, text: str, samples: _Samples, label: str = "") -> Metric:
+    labels = [label] if label else []
+    return _filled(GaugeMetricFamily(_PREFIX + name, text, labels=labels), samples)
 
 
-def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-    metric = CounterMetricFamily(_PREFIX + name, text, labels=labels)
-    for values, number in samples.items():
-        metric.add_metric(list(values), number)
+def _counter(name: str, text: str, samples: _Samples, label: str = "") -> Metric:
+    labels = [label] if label else []
+    return _filled(CounterMetricFamily(_PREFIX + name, text, labels=labels), samples)
+
+
+def _filled(metric: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
+    if isinstance(samples, Mapping):
+        for value, number in samples.items():
+            metric.add_metric([value], number)
+    else:
+        metric.add_metric([], samples)
     return metric

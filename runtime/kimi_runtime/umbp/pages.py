@@ -35,7 +35,7 @@ class Pages:
             start = self._largest()
             extent = self._cut(start, min(count, self._length_at[start]))
             extents.append(extent)
-            count -= extent.count
+            count -= extent.pages
         return tuple(extents)
 
     def give_back(self, extents: Iterable[Extent]) -> None:

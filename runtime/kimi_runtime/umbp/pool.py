@@ -368,7 +368,7 @@ class Pool:
             self.counters.duplicate += 1
             return Commitment.DUPLICATE
         del self._reservations[generation]
-        pages = sum(extent.count for extent in reservation.extents)
+        pages = sum(extent.pages for extent in reservation.extents)
         block = Block(key, generation, reservation.size, pages, reservation.extents, tags)
         self._blocks[key] = self._idle[key] = block
         self._idle_pages += pages

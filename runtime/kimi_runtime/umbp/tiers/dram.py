@@ -15,6 +15,9 @@ from kimi_runtime.umbp.tiers.base import BlockKey, TierCost
 
 Result = TypeVar("Result")
 
+COST = TierCost(latency_s=1e-4, bytes_per_s=5e9)
+"""One core's copy and check; a machine's own figure comes from benchmarks/umbp.py."""
+
 _OWN_READER = 0
 _OWN_WRITER = b"this daemon's own"
 
@@ -27,13 +30,13 @@ class DramTier:
     waits for its copy to stop, then gives everything back.
     """
 
-    def __init__(self, pool: Pool, arena: Arena, *, cost: TierCost = TierCost(1e-4, 10e9)) -> None:
+    def __init__(self, pool: Pool, arena: Arena, *, cost: TierCost = COST) -> None:
         self.pool, self.arena = pool, arena
         self._cost = cost
 
     @property
     def cost(self) -> TierCost:
-        """What a load costs; the default is one core's memory copy with its check."""
+        """What a load costs."""
         return self._cost
 
     def held(self, keys: Sequence[BlockKey]) -> int:

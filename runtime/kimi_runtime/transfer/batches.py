@@ -1,0 +1,124 @@
+"""What every copying session does around a batch: bounds, threads, deadline, counters, an end."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kimi_connect.copying import PIECE_BYTES, copy_bytes
+from kimi_runtime import clock
+from kimi_runtime.errors import TransferCancelled, TransferLate
+from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
+from kimi_runtime.transfer.base import LinkCounters, Span
+from kimi_runtime.transfer.plan import check_bounds, spread, total_bytes
+
+
+class Batches:
+    """The batches of one session to `peer`, whose bytes this host's cores copy."""
+
+    def __init__(self, peer: str, *, streams: int = 1) -> None:
+        self.counters = LinkCounters()
+        self.closed = False
+        self._peer, self._streams = peer, streams
+        self._running: dict[Stop, None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def copy(
+        self,
+        spans: Sequence[Span],
+        *,
+        remote: memoryview,
+        local: memoryview,
+        writes: bool,
+        deadline_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        """One batch between `remote` and `local`.
+
+        `check` raises when the region is no longer what it was; it is asked before, and again after
+        the copy, because only then are the bytes known to be the region's. Raises what
+        `Session.read` promises.
+        """
+        if self.closed:
+            raise TransferCancelled(f"the session to {self._peer} is closed; open another")
+        check_bounds(spans, remote_bytes=remote.nbytes, local_bytes=local.nbytes)
+        start_s = clock.now_s()
+        stop, done = Stop(), False
+        self._running[stop] = None
+        self._idle.clear()
+        try:
+            check()
+            target, source = (remote, local) if writes else (local, remote)
+            late = await self._move(spans, target, source, writes, stop, start_s + deadline_s)
+            if self.closed:
+                raise TransferCancelled(f"the session to {self._peer} was closed")
+            if late:
+                size = total_bytes(spans)
+                raise TransferLate(f"{size} bytes did not pass within {deadline_s:.3f} s")
+            check()
+            done = True
+        finally:
+            del self._running[stop]
+            if not self._running:
+                self._idle.set()
+            self._count(done, total_bytes(spans), writes, clock.now_s() - start_s)
+
+    async def aclose(self) -> None:
+        """End the running batches and wait until none touches memory any more."""
+        self.closed = True
+        for stop in self._running:
+            stop.set()
+        await self._idle.wait()
+
+    async def _move(
+        self,
+        spans: Sequence[Span],
+        target: memoryview,
+        source: memoryview,
+        writes: bool,
+        stop: Stop,
+        ends_s: float,
+    ) -> bool:
+        """Whether the deadline came first."""
+        if clock.now_s() >= ends_s:
+            return True
+        plans = spread(spans, self._streams)
+        if total_bytes(spans) <= INLINE_BYTES:
+            for plan in plans:
+                _copy(plan, target, source, writes, stop)
+            return False
+        async with asyncio.TaskGroup() as streams:
+            running = [
+                streams.create_task(
+                    in_thread(
+                        lambda stop, plan=plan: _copy(plan, target, source, writes, stop),  # type: ignore[misc]
+                        ends_s=ends_s,
+                        stop=stop,
+                    )
+                )
+                for plan in plans
+            ]
+        return any(task.result()[1] for task in running)
+
+    def _count(self, done: bool, size: int, writes: bool, seconds: float) -> None:
+        c = self.counters
+        self.counters = replace(
+            c,
+            read_bytes=c.read_bytes + (size if done and not writes else 0),
+            written_bytes=c.written_bytes + (size if done and writes else 0),
+            batches=c.batches + 1,
+            failed_batches=c.failed_batches + (not done),
+            busy_s=c.busy_s + seconds,
+        )
+
+
+def _copy(
+    spans: Sequence[Span], target: memoryview, source: memoryview, writes: bool, stop: Stop
+) -> None:
+    for remote, local, size in spans:
+        to, of = (remote, local) if writes else (local, remote)
+        for at in range(0, size, PIECE_BYTES):
+            if stop():
+                return
+            piece = min(PIECE_BYTES, size - at)
+            copy_bytes(target[to + at : to + at + piece], source[of + at : of + at + piece])
