@@ -9,6 +9,8 @@ position never computed changes the ids. Block layout: layer groups one after an
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kimi_runtime.engine.plan import Row, Sampled, StepPlan
 
 _MASK = 2**64 - 1
@@ -34,7 +36,9 @@ class HashRunner:
         self.block_tokens, self.vocab_size, self.before_step = block_tokens, vocab_size, before_step
         self.layer_group_bytes = (8 * block_tokens,) * _GROUPS
         self.block_bytes = sum(self.layer_group_bytes)
-        self.memory = memory or memoryview(bytearray(b"\xa5" * (blocks * self.block_bytes)))
+        size = blocks * self.block_bytes
+        self.memory = memory if memory is not None else memoryview(bytearray(size))
+        self.memory[:size] = b"\xa5" * size  # unwritten KV is not zero by luck
         self._words = self.memory.cast("Q")
         self.computed_tokens = 0
 
@@ -52,7 +56,13 @@ class HashRunner:
         return [self._sample(row, state, samplers) for row, state in drawn if row.sample]
 
     def _sample(self, row: Row, state: int, samplers: Mapping[int, Any]) -> Sampled:
-        return Sampled(row.request, (state >> 20) % self.vocab_size)
+        drawn = (state >> 20) % self.vocab_size
+        if row.request in samplers and not samplers[row.request].takes_argmax:
+            logits = np.full(samplers[row.request].vocab_size, -10.0, np.float32)
+            logits[drawn] = 10.0
+            drawn, logprob = samplers[row.request].draw(logits)
+            return Sampled(row.request, drawn, logprob)
+        return Sampled(row.request, drawn)
 
     def _compute(self, row: Row) -> int:
         state = 0

@@ -20,7 +20,7 @@ class KeyChain:
     def __init__(self, pool_key: bytes, root: bytes, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.keys: list[bytes] = []
-        self._pool_key, self._last = pool_key, root
+        self._pool_key, self._root, self._last = pool_key, root, root
 
     def extend(self, ids: Sequence[int]) -> None:
         """`ids` is the whole list as it is now; it begins with what was given before."""
@@ -28,6 +28,13 @@ class KeyChain:
         for start in range(len(self.keys) * size, len(ids) - size + 1, size):
             self._last = next_key(self._pool_key, self._last, ids[start : start + size])
             self.keys.append(self._last)
+
+    def binding(self, index: int, ids: Sequence[int]) -> bytes:
+        """What names block `index` of `ids`: its key, or the like of one for a partial tail."""
+        if index < len(self.keys):
+            return self.keys[index]
+        parent = self.keys[index - 1] if index else self._root
+        return next_key(self._pool_key, parent, ids[index * self.block_tokens :])
 
 
 def rank_of(priority: Priority, arrived_s: float, *, background_delay_s: float) -> float:

@@ -192,10 +192,10 @@ class Scheduler:
             self._strip(request)
         return sealed
 
-    def holders(self) -> list[list[int]]:
-        """The block lists of every request here, for `KvBlocks.check_integrity`."""
+    def requests(self) -> list[Request]:
+        """Everybody whose blocks are counted here, those on their way out included."""
         everybody = (*self._waiting, *self._running.values(), *self._completed, *self._leaving)
-        return [request.blocks for request in dict.fromkeys(everybody)]
+        return list(dict.fromkeys(everybody))
 
     def _plan_row(self, request: Request, draft: _Draft) -> None:
         """Add the request's row: as many tokens as budget and blocks allow, maybe none."""

@@ -68,8 +68,12 @@ class Bench:
                 self.end(request)
         for request in self.scheduler.take_completed():
             self.end(request)
-        self.blocks.check_integrity([*self.scheduler.holders(), self.pins])
+        self.check_integrity()
         return plan
+
+    def check_integrity(self) -> None:
+        holders = [request.blocks for request in self.scheduler.requests()]
+        self.blocks.check_integrity([*holders, self.pins])
 
     def end(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -155,7 +159,7 @@ def test_leaving_at_any_moment_gives_everything_back_and_disturbs_nobody(work, d
         leaver, _ = bench.open[data.draw(st.sampled_from(sorted(bench.open)))]
         bench.scheduler.remove(leaver)
         del bench.open[leaver.number], wanted[leaver.number]
-        bench.blocks.check_integrity(bench.scheduler.holders())
+        bench.check_integrity()
         bench.scheduler.commit(plan, bench.runner.run(plan, {}))
         assert not leaver.blocks
         for request, outputs in list(bench.open.values()):
@@ -163,7 +167,7 @@ def test_leaving_at_any_moment_gives_everything_back_and_disturbs_nobody(work, d
                 bench.end(request)
         for request in bench.scheduler.take_completed():
             bench.end(request)
-        bench.blocks.check_integrity(bench.scheduler.holders())
+        bench.check_integrity()
     bench.finish()
     assert {number: bench.outputs[number] for number in wanted} == wanted
 
@@ -252,7 +256,7 @@ def test_a_failed_row_ends_its_request_alone():
     sampled = [drawn for drawn in bench.runner.run(plan, {}) if drawn.request == other.number]
     bench.scheduler.commit(plan, sampled, failed={doomed.number})
     del bench.open[doomed.number]
-    bench.blocks.check_integrity(bench.scheduler.holders())
+    bench.check_integrity()
     assert bench.blocks.held(doomed.chain.keys) == 0
     assert bench.finish() == {other.number: alone(prompt(2, 6), 5)}
 

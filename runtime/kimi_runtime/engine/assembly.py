@@ -1,0 +1,118 @@
+"""How the engine's parts fit together, whatever they compute on and move bytes with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
+from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.fetch import Fetcher, Pool
+from kimi_runtime.engine.freed import Freed
+from kimi_runtime.engine.handoff import HandOffs, KvGeometry
+from kimi_runtime.engine.loop import Parts
+from kimi_runtime.engine.plan import Runner
+from kimi_runtime.engine.pull import BlockReader
+from kimi_runtime.engine.releases import Releaser
+from kimi_runtime.engine.scheduler import Scheduler, SchedulerLimits
+from kimi_runtime.engine.store import PoolWriter
+from kimi_runtime.spec.worker import EngineLimits, WorkerInfo
+from kimi_runtime.transfer.base import Transport
+from kimi_runtime.transfer.memory import Memory
+from kimi_runtime.umbp.feed import FeedLog
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """What an engine works with. `memory` begins with the runner's KV blocks, one after another.
+
+    Without `transport` nothing is handed off, without `pool` nothing is kept elsewhere, without
+    `call_key` the owners of hand-offs are not told and their leases end them.
+    """
+
+    runner: Runner
+    memory: Memory
+    transport: Transport | None = None
+    pool: Pool | None = None
+    call_key: bytes | None = None
+
+
+def assemble(
+    info: WorkerInfo,
+    model: Model,
+    backing: Backing,
+    limits: EngineLimits,
+    *,
+    lease_s: float,
+    deadline_s: float,
+    release_url: Callable[[str], str],
+) -> ReferenceAdapter:
+    """An engine of `info.total_blocks` blocks.
+
+    `lease_s` is how long its hand-offs stay pinned, `deadline_s` how long any one transfer may
+    take, `release_url(ticket)` where a hand-off of its own is given back.
+    """
+    freed, counters = Freed(), EngineCounters()
+    feed = FeedLog(info.name, epoch=info.epoch, tier="hbm", block_tokens=info.block_tokens)
+    blocks = KvBlocks(info.total_blocks, feed)
+    view = backing.runner.block
+    geometry = KvGeometry(
+        identity=f"{info.layout}/{info.model_digest}",
+        block_tokens=info.block_tokens,
+        layer_group_bytes=backing.runner.layer_group_bytes,
+    )
+    scheduler = Scheduler(
+        blocks,
+        SchedulerLimits(
+            block_tokens=info.block_tokens,
+            step_tokens=limits.step_tokens,
+            max_running=limits.max_running,
+            max_waiting=limits.max_waiting,
+            max_context_tokens=info.max_context_tokens,
+        ),
+    )
+    reader = hand_offs = releaser = writer = None
+    if backing.transport is not None:
+        reader = BlockReader(backing.transport, backing.memory.view, view, geometry)
+        hand_offs = HandOffs(
+            info.name,
+            backing.transport.register(backing.memory),
+            geometry,
+            blocks,
+            view,
+            counters,
+            lease_s=lease_s,
+            release_url=release_url,
+            freed=freed,
+        )
+    if backing.call_key is not None:
+        releaser = Releaser(backing.call_key, counters, deadline_s=deadline_s)
+    if backing.pool is not None:
+        writer = PoolWriter(
+            backing.pool,
+            blocks,
+            view,
+            counters,
+            max_pinned=max(1, info.total_blocks // 8),
+            deadline_s=deadline_s,
+            freed=freed,
+        )
+    fetcher = Fetcher(
+        blocks,
+        view,
+        counters,
+        reader=reader,
+        pool=backing.pool,
+        deadline_s=deadline_s,
+        freed=freed,
+    )
+    parts = Parts(
+        runner=backing.runner,
+        scheduler=scheduler,
+        fetcher=fetcher,
+        freed=freed,
+        counters=counters,
+        hand_offs=hand_offs,
+        releaser=releaser,
+        writer=writer,
+    )
+    return ReferenceAdapter(info, model, feed, parts)

@@ -1,0 +1,237 @@
+"""Bringing a request's KV in before it is scheduled: local blocks, then a hand-off, then the pool.
+
+This happens outside the scheduler, so nobody else's steps wait. Bytes arrive in blocks reserved for
+the request; a block counts only after its tag was checked. Every wait has a deadline, and every
+failure means that the missing tokens are computed instead.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from kimi_connect.wire import Outcome
+from kimi_runtime import clock
+from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.freed import Freed
+from kimi_runtime.engine.handoff import BlockView
+from kimi_runtime.engine.pull import BlockReader, Wanted
+from kimi_runtime.engine.request import Fetched, Request
+from kimi_runtime.spec.request import HandOff
+
+_DISTRUSTED_KEYS = 65_536
+
+
+class LoadResult(Protocol):
+    """How many leading blocks were loaded and verified, and why it is not all of them."""
+
+    @property
+    def blocks(self) -> int:
+        """Length of the leading run."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """HIT if that is all of them."""
+
+
+class Pool(Protocol):
+    """What the engine needs of the node's KV pool; `umbp.client.PoolClient` is one.
+
+    A missing or slow pool is an outcome or a number, never an exception.
+    """
+
+    async def load(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+    ) -> LoadResult:
+        """Copy the leading run of `keys` into `into`, verified. Writes nothing after it returns."""
+
+    async def store(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+    ) -> int:
+        """Keep leading blocks; returns how many are held now."""
+
+    async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        """Length of the leading run of `keys` the pool has; 0 if it does not answer."""
+
+
+class Fetcher:
+    """Fills requests' blocks from elsewhere."""
+
+    def __init__(
+        self,
+        blocks: KvBlocks,
+        view: BlockView,
+        counters: EngineCounters,
+        *,
+        reader: BlockReader | None,
+        pool: Pool | None,
+        deadline_s: float,
+        freed: Freed,
+    ) -> None:
+        self._blocks, self._view, self._counters = blocks, view, counters
+        self._reader, self._pool = reader, pool
+        self._deadline_s, self._freed = deadline_s, freed
+        self._reserving = asyncio.Lock()
+        self._reserved: dict[int, list[int]] = {}
+        self._quarantined: list[int] = []
+        self._distrusted: OrderedDict[bytes, None] = OrderedDict()
+
+    def distrust(self, keys: Sequence[bytes]) -> None:
+        """Use what these keys name no more: not the blocks here, and none brought in."""
+        self._blocks.forget(keys)
+        for key in keys:
+            self._distrusted[key] = None
+        while len(self._distrusted) > _DISTRUSTED_KEYS:
+            self._distrusted.popitem(last=False)
+
+    def holders(self) -> list[list[int]]:
+        """Reserved and quarantined blocks, for `KvBlocks.check_integrity`."""
+        return [*self._reserved.values(), self._quarantined]
+
+    async def fetch(self, request: Request, take: HandOff | None) -> None:
+        """Give the request what KV there is. If this raises, the request holds nothing."""
+        if take is None and self._pool is None:
+            return
+        size = request.chain.block_tokens
+        request.blocks = self._blocks.acquire(request.reusable_keys)
+        request.computed = len(request.blocks) * size
+        try:
+            if take is not None:
+                await self._from_hand_off(request, take)
+            if self._pool is not None and request.computed % size == 0:
+                await self._from_pool(self._pool, request)
+        except BaseException:
+            blocks, request.blocks, request.computed = request.blocks, [], 0
+            self._blocks.release(blocks)
+            self._freed()
+            raise
+
+    async def _from_hand_off(self, request: Request, take: HandOff) -> None:
+        if self._reader is None:
+            self._counters.hand_off_failures["no_transport"] += 1
+            return
+        refusal = self._reader.refusal(take)
+        if refusal is not None:
+            self._counters.hand_off_failures[refusal] += 1
+            return
+        indices, matching = self._lacking(request, take)
+        if not matching:
+            self._counters.hand_off_failures["keys"] += 1
+        if not indices:
+            self._counters.hand_offs_taken += matching
+            return
+        # A worker short of blocks would be worst off computing the prompt: wait while the lease
+        # leaves time for the transfer itself.
+        room_s = max(0.0, take.lease_s - 2 * self._deadline_s)
+        reserved = await self._reserve(request, len(indices), within_s=room_s)
+        if reserved is None:
+            self._counters.hand_off_failures["no_room"] += 1
+            return
+        pulled = 0
+        still_written = False
+        try:
+            wanted = [
+                Wanted(take.blocks[index], block, request.chain.binding(index, request.tokens))
+                for index, block in zip(indices, reserved, strict=True)
+            ]
+            result = await self._reader.pull(take.region, wanted, deadline_s=self._deadline_s)
+            pulled, still_written = result.blocks, result.still_written
+        finally:
+            self._settle(request, pulled, "hand_off", still_written=still_written)
+        moved = pulled * self._block_bytes(take)
+        request.hand_off_bytes += moved
+        self._counters.hand_off_bytes += moved
+        self._counters.hand_off_blocks += pulled
+        if result.failure is not None:
+            self._counters.hand_off_failures[result.failure] += 1
+        else:
+            self._counters.hand_offs_taken += matching
+
+    async def _from_pool(self, pool: Pool, request: Request) -> None:
+        lacking = self._trusted(request.reusable_keys[len(request.blocks) :])
+        until_s = clock.now_s() + self._deadline_s
+        held = await pool.held(lacking, deadline_s=self._deadline_s) if lacking else 0
+        if not held:
+            return
+        keys = lacking[:held]
+        reserved = await self._reserve(request, held, within_s=self._deadline_s)
+        if reserved is None:
+            self._counters.pool_failures["no_room"] += 1
+            return
+        loaded = 0
+        try:
+            views = [self._view(block) for block in reserved]
+            left_s = max(0.001, until_s - clock.now_s())
+            result = await pool.load(keys, views, deadline_s=left_s)
+            loaded = result.blocks
+            if result.outcome not in (Outcome.HIT, Outcome.MISS):
+                self._counters.pool_failures[result.outcome.value] += 1
+        finally:
+            self._settle(request, loaded, "pool")
+
+    def _lacking(self, request: Request, take: HandOff) -> tuple[range, bool]:
+        """Indices of the hand-off's blocks to read, and whether it matches all that is lacking.
+
+        The block with the last token comes last. It is private to the request even if it is full,
+        because that token is computed here for its logits, and only the same prompt's will do.
+        """
+        first, keys = len(request.blocks), request.reusable_keys
+        most_shared = min(len(self._trusted(keys)), len(take.blocks))
+        end = first
+        while end < most_shared and take.blocks[end].key == keys[end].hex():
+            end += 1
+        most = len(request.tokens) - request.samples
+        if most == len(keys) * request.chain.block_tokens:
+            return range(first, end), end == len(keys)
+        key = next((full.hex() for full in request.chain.keys[len(keys) :]), None)
+        same_prompt = take.tokens == len(request.tokens) and len(take.blocks) == len(keys) + 1
+        if end == len(keys) and same_prompt and take.blocks[end].key == key:
+            return range(first, end + 1), True
+        return range(first, end), False
+
+    def _trusted(self, keys: list[bytes]) -> list[bytes]:
+        """The leading run of `keys` that is not distrusted."""
+        if not self._distrusted:
+            return keys
+        return keys[: next((n for n, key in enumerate(keys) if key in self._distrusted), None)]
+
+    def _settle(
+        self, request: Request, good: int, source: Fetched, *, still_written: bool = False
+    ) -> None:
+        """The first `good` reserved blocks are the request's now; the others are given back."""
+        reserved = self._reserved.pop(request.number)
+        size, keys = request.chain.block_tokens, request.reusable_keys
+        for block in reserved[:good]:
+            index = len(request.blocks)
+            shared = index < len(keys)
+            request.blocks.append(self._blocks.seal(block, keys[index]) if shared else block)
+            request.fetched[index] = source
+        most = len(request.tokens) - request.samples
+        request.computed = min(len(request.blocks) * size, most)
+        lost = reserved[good:]
+        if still_written:
+            self._quarantined.extend(lost)
+            self._counters.quarantined_blocks = len(self._quarantined)
+        else:
+            self._blocks.release(lost)
+            self._freed()
+
+    async def _reserve(
+        self, request: Request, count: int, *, within_s: float
+    ) -> Sequence[int] | None:
+        """`count` blocks for bytes to arrive in; None if there was no room in time. In order of
+        arrival, so that a large fetch is not passed by small ones for ever.
+        """
+        try:
+            async with asyncio.timeout(within_s), self._reserving:
+                while (reserved := self._blocks.allocate(count)) is None:
+                    self._freed.fetch.clear()
+                    await self._freed.fetch.wait()
+        except TimeoutError:
+            return None
+        self._reserved[request.number] = reserved
+        return reserved
+
+    def _block_bytes(self, take: HandOff) -> int:
+        return take.blocks[0].size_bytes if take.blocks else 0

@@ -1,0 +1,229 @@
+"""The step loop: asyncio around the scheduler that decides and the runner that computes.
+
+One step after another runs in the runner's own thread, while the loop goes on serving. Whoever
+leaves, is late or fails gives everything back at once, at the latest when the step that writes to
+its blocks is over.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kimi_runtime import clock
+from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.fetch import Fetcher
+from kimi_runtime.engine.freed import Freed
+from kimi_runtime.engine.handoff import HandOffs
+from kimi_runtime.engine.plan import RowsFailed, Runner, Sampled, StepPlan
+from kimi_runtime.engine.releases import Releaser
+from kimi_runtime.engine.sampler import NothingAllowed, RequestSampler
+from kimi_runtime.engine.scheduler import Scheduler
+from kimi_runtime.engine.store import PoolWriter
+from kimi_runtime.engine.stream import Stream
+from kimi_runtime.errors import KimistackError, RequestError
+
+_INTEGRITY_EVERY_S = 30.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of. All share one `KvBlocks`, `Freed` and `EngineCounters`."""
+
+    runner: Runner
+    scheduler: Scheduler
+    fetcher: Fetcher
+    freed: Freed
+    counters: EngineCounters
+    hand_offs: HandOffs | None = None
+    releaser: Releaser | None = None
+    writer: PoolWriter | None = None
+
+
+class StepLoop:
+    """Computes steps for the streams that were entered, as long as `run` runs."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._scheduler, self._counters = parts.scheduler, parts.counters
+        self._streams: dict[int, Stream] = {}
+        self._wake = parts.freed.steps
+        self._closed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._checked_s = clock.now_s()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Everybody who has entered and not left."""
+        return list(self._streams.values())
+
+    def enter(self, stream: Stream) -> None:
+        """Account for a request that is not scheduled yet."""
+        self._streams[stream.request.number] = stream
+
+    def schedule(self, stream: Stream) -> None:
+        """Compute the request from now on."""
+        stream.scheduled = True
+        self._scheduler.add(stream.request)
+        self._wake.set()
+
+    def leave(self, stream: Stream) -> None:
+        """Give back all that the request holds; may be called again."""
+        if self._streams.pop(stream.request.number, None) is not None:
+            self._scheduler.remove(stream.request)
+            self._parts.freed()
+
+    async def aclose(self) -> None:
+        """End `run` after the step it is in."""
+        self._closed.set()
+        self._wake.set()
+        await self._ended.wait()
+
+    async def run(self) -> None:
+        """Compute steps until `aclose`. Raises what is our own bug; a failed step is not."""
+        self._ended.clear()
+        parts = self._parts
+        thread = ThreadPoolExecutor(1, thread_name_prefix="runner")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [
+                    tasks.create_task(part.run(), name=type(part).__name__)
+                    for part in (parts.hand_offs, parts.releaser, parts.writer)
+                    if part is not None
+                ]
+                await self._compute_steps(thread)
+                for task in beside:
+                    task.cancel()
+        finally:
+            thread.shutdown()  # a step must not outlive the memory it writes to
+            if parts.hand_offs is not None:
+                parts.hand_offs.end_all()
+            if parts.writer is not None:
+                parts.writer.drop_all()
+            self._ended.set()
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every block is accounted for by exactly who holds it."""
+        parts = self._parts
+        requests = [stream.request for stream in self._streams.values()]
+        everybody = dict.fromkeys((*requests, *self._scheduler.requests()))
+        holders: list[Sequence[int]] = [request.blocks for request in everybody]
+        holders.extend(parts.fetcher.holders())
+        holders.extend(parts.hand_offs.holders() if parts.hand_offs is not None else ())
+        holders.extend(parts.writer.holders() if parts.writer is not None else ())
+        self._scheduler.blocks.check_integrity(holders)
+
+    async def _compute_steps(self, thread: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._closed.is_set():
+            self._wake.clear()
+            plan = self._scheduler.plan()
+            self._tell_completed()
+            if not plan.rows:
+                self._check_now_and_then()
+                await self._wake.wait()
+                continue
+            samplers = self._samplers(plan)
+            sampled, failures = await loop.run_in_executor(thread, self._compute, plan, samplers)
+            self._take_in(plan, sampled, failures)
+
+    def _samplers(self, plan: StepPlan) -> dict[int, RequestSampler]:
+        streams = (self._streams.get(row.request) for row in plan.rows if row.sample)
+        return {
+            stream.request.number: stream.sampler
+            for stream in streams
+            if stream is not None and stream.sampler is not None
+        }
+
+    def _compute(
+        self, plan: StepPlan, samplers: Mapping[int, RequestSampler]
+    ) -> tuple[list[Sampled], dict[int, Exception]]:
+        """Run the plan in the runner's thread; if it breaks, each row alone, to find whose fault
+        it is: rows are independent, and computing one again writes the same bytes.
+        """
+        try:
+            return list(self._parts.runner.run(plan, samplers)), {}
+        except RowsFailed as exc:
+            return list(exc.sampled), dict(exc.errors)
+        except Exception as exc:
+            self._counters.failed_steps += 1
+            _log.exception("a step of %d rows failed", len(plan.rows))
+            if len(plan.rows) == 1:
+                return [], {plan.rows[0].request: exc}
+        sampled: list[Sampled] = []
+        failures: dict[int, Exception] = {}
+        for row in plan.rows:
+            drawn, failed = self._compute(StepPlan((row,)), samplers)
+            sampled.extend(drawn)
+            failures.update(failed)
+        return sampled, failures
+
+    def _take_in(
+        self, plan: StepPlan, sampled: Sequence[Sampled], failures: Mapping[int, Exception]
+    ) -> None:
+        """Tell the scheduler and the streams what a step brought."""
+        self._counters.steps += 1
+        self._counters.step_tokens += plan.tokens
+        sealed = self._scheduler.commit(plan, sampled, failures)
+        if self._parts.writer is not None:
+            self._parts.writer.offer(sealed)
+        for number, exc in failures.items():
+            if (stream := self._streams.get(number)) is not None:
+                self._fail(stream, exc)
+        for drawn in sampled:
+            if (stream := self._streams.get(drawn.request)) is not None:
+                self._push(stream, drawn)
+        for row in plan.rows:
+            if (stream := self._streams.get(row.request)) is not None:
+                self._count_prompt(stream)
+        self._tell_completed()
+        self._parts.freed()
+
+    def _push(self, stream: Stream, drawn: Sampled) -> None:
+        self._counters.output_tokens += 1
+        try:
+            finish = stream.push(drawn)
+        except Exception as exc:
+            _log.exception("request %s could not take in id %d", stream.asked.request_id, drawn.id)
+            self._fail(stream, exc)
+            finish = None
+        if finish is not None or stream.failure is not None:
+            self._scheduler.remove(stream.request)
+
+    def _fail(self, stream: Stream, exc: Exception) -> None:
+        """End the request. Unless it is its own fault, the KV it was computed from is suspect:
+        what shares it would fail as well, again and again.
+        """
+        stream.fail(_failure_of(stream, exc))
+        if not isinstance(exc, RequestError | NothingAllowed):
+            self._parts.fetcher.distrust(stream.request.chain.keys)
+
+    def _tell_completed(self) -> None:
+        for request in self._scheduler.take_completed():
+            if (stream := self._streams.get(request.number)) is not None:
+                self._count_prompt(stream)
+                stream.complete()
+
+    def _count_prompt(self, stream: Stream) -> None:
+        if not stream.prompt_counted and stream.request.usage is not None:
+            stream.prompt_counted = True
+            self._counters.count_prompt(stream.request.usage)
+
+    def _check_now_and_then(self) -> None:
+        """Idle: time to see that no block was lost."""
+        if clock.now_s() - self._checked_s > _INTEGRITY_EVERY_S:
+            self._checked_s = clock.now_s()
+            self.check_integrity()
+
+
+def _failure_of(stream: Stream, exc: Exception) -> KimistackError:
+    """What the caller is told; the log has the rest."""
+    if isinstance(exc, KimistackError):
+        return exc
+    return KimistackError(
+        f"the step that computed request {stream.asked.request_id} failed "
+        f"({type(exc).__name__}); see this worker's log, then send the request again"
+    )

@@ -1,0 +1,168 @@
+"""The decode side of a hand-off: read blocks from a peer's region, trust none before its tag."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from kimi_runtime import clock
+from kimi_runtime.engine.handoff import BlockView, KvGeometry
+from kimi_runtime.errors import (
+    KvCorrupt,
+    PeerGone,
+    RegionGone,
+    TransferCancelled,
+    TransferError,
+    TransferLate,
+)
+from kimi_runtime.spec.request import HandOff, HandOffBlock, RegionRef
+from kimi_runtime.transfer.base import Session, Span, Transport
+from kimi_runtime.transfer.sessions import SessionCache
+from kimi_runtime.umbp.tags import matches
+
+_BATCH_BYTES = 8 * 2**20
+_CLOSE_S = 1.0
+
+_REASONS = {
+    RegionGone: "region_gone",
+    PeerGone: "peer_gone",
+    TransferLate: "late",
+    TransferCancelled: "cancelled",
+    KvCorrupt: "corrupt",
+}
+
+
+class Wanted(NamedTuple):
+    """One block to pull: as its owner describes it, where it goes, what its tags are bound to."""
+
+    source: HandOffBlock
+    block: int
+    binding: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """How many leading blocks arrived verified, and why it is not all of them.
+
+    `still_written`: the transfer did not end, so the other target blocks may yet change.
+    """
+
+    blocks: int
+    failure: str | None = None
+    still_written: bool = False
+
+
+@dataclass(slots=True)
+class _Progress:
+    until_s: float
+    arrived: int = 0
+    failure: str | None = None
+    still_written: bool = False
+
+
+class BlockReader:
+    """Pulls blocks into the KV memory. Sessions are kept per peer region and dropped when they
+    fail, so a restarted or moved peer is found again.
+    """
+
+    def __init__(
+        self, transport: Transport, memory: memoryview, view: BlockView, geometry: KvGeometry
+    ) -> None:
+        self._transport, self._memory = transport, memory
+        self._view, self._geometry = view, geometry
+        self._sessions = SessionCache(transport)
+
+    def refusal(self, hand_off: HandOff) -> str | None:
+        """Why nothing may be read from this hand-off at all; None if it can be tried."""
+        size, region = self._geometry.block_bytes, hand_off.region
+        if hand_off.layout != self._geometry.identity:
+            return "layout"
+        if region.transport != self._transport.name:
+            return "transport"
+        tags = len(self._geometry.layer_group_bytes)
+        fits = all(
+            block.size_bytes == size
+            and block.offset + size <= region.size_bytes
+            and len(block.tags) == tags
+            for block in hand_off.blocks
+        )
+        return None if fits else "malformed"
+
+    async def pull(
+        self, region: RegionRef, wanted: Sequence[Wanted], *, deadline_s: float
+    ) -> Pulled:
+        """Read the blocks in order, within `deadline_s` seconds, and verify each. Never raises
+        for what the peer or the link did.
+        """
+        progress = _Progress(until_s=clock.now_s() + deadline_s)
+        try:
+            async with self._sessions.session(region, deadline_s=deadline_s) as session:
+                await self._read_all(session, wanted, progress)
+        except (TransferError, KvCorrupt, ValueError, OSError) as exc:
+            failure = progress.failure or _reason(exc)
+            return Pulled(progress.arrived, failure, still_written=progress.still_written)
+        return Pulled(progress.arrived)
+
+    async def aclose(self) -> None:
+        """Close every session."""
+        await self._sessions.aclose()
+
+    async def _read_all(
+        self, session: Session, wanted: Sequence[Wanted], progress: "_Progress"
+    ) -> None:
+        try:
+            for batch in self._batches(wanted):
+                left_s = progress.until_s - clock.now_s()
+                if left_s <= 0:
+                    raise TransferLate(f"{progress.arrived} of {len(wanted)} blocks came in time")
+                spans = [self._span(one) for one in batch]
+                await session.read(spans, self._memory, deadline_s=left_s)
+                good = await asyncio.to_thread(self._leading_verified, batch)
+                progress.arrived += good
+                if good < len(batch):
+                    raise KvCorrupt(
+                        f"block {progress.arrived} of {len(wanted)} does not match its tag"
+                    )
+        except (TransferLate, TransferCancelled) as exc:
+            progress.failure = _reason(exc)
+            progress.still_written = not await _ended(session)
+            raise PeerGone("the session was given up") from exc  # so that the next pull opens one
+
+    def _batches(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+        """Small enough that verifying one overlaps little waiting, large enough to be efficient."""
+        count = max(1, _BATCH_BYTES // self._geometry.block_bytes)
+        left = iter(wanted)
+        while batch := list(islice(left, count)):
+            yield batch
+
+    def _span(self, one: Wanted) -> Span:
+        size = self._geometry.block_bytes
+        return Span(remote=one.source.offset, local=one.block * size, size=size)
+
+    def _leading_verified(self, batch: Sequence[Wanted]) -> int:
+        groups = self._geometry.layer_group_bytes
+        for number, (source, block, binding) in enumerate(batch):
+            try:
+                tags = [bytes.fromhex(tag) for tag in source.tags]
+            except ValueError:
+                return number
+            if not matches(binding, groups, self._view(block), tags):
+                return number
+        return len(batch)
+
+
+async def _ended(session: Session) -> bool:
+    """Close a session; False if it did not end in time, so that it may still write."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await session.aclose()
+    except (TimeoutError, TransferError, OSError):
+        return False
+    return True
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, ValueError):
+        return "malformed"
+    return next((name for kind, name in _REASONS.items() if isinstance(exc, kind)), "transfer")

@@ -1,0 +1,45 @@
+"""A pool in this process: what the engine sees of one, with the faults a test asks for."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kimi_connect.wire import Outcome
+
+
+class Loaded(NamedTuple):
+    blocks: int
+    outcome: Outcome
+
+
+class MemoryPool:
+    """Keeps every block. `outcome` other than HIT ends every load after `loads_before` blocks."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.outcome = Outcome.HIT
+        self.loads_before = 0
+        self.loaded_blocks = 0
+
+    async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    async def load(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+    ) -> Loaded:
+        held = await self.held(keys, deadline_s=deadline_s)
+        outcome = Outcome.HIT if held == len(keys) else Outcome.MISS
+        if self.outcome is not Outcome.HIT:
+            held, outcome = min(held, self.loads_before), self.outcome
+        for key, view in zip(keys[:held], into, strict=False):
+            view[:] = self.blocks[key]
+        for view in into[held:]:
+            view[:] = b"\xee" * len(view)
+        self.loaded_blocks += held
+        return Loaded(held, outcome)
+
+    async def store(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+    ) -> int:
+        for key, block in zip(keys, blocks, strict=True):
+            self.blocks.setdefault(key, bytes(block))
+        return len(keys)
