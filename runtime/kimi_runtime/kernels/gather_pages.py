@@ -7,7 +7,6 @@ Offsets are int64 (int32 ones overflow once a pool passes 2 GiB: aiter#4774), an
 slots are written, not left as they were (ATOM#1719).
 """
 
-import torch
 from torch import Tensor
 
 from kimi_runtime.kernels.lang import cdiv, require_device, tl, triton
@@ -32,11 +31,12 @@ def gather_pages_ref(
     """
     size = check_span(pool, page_ids, offset, width)
     rows = pool.new_empty((page_ids.numel(), size)) if out is None else out
-    rows.view(torch.uint8).zero_()
-    is_page = (page_ids >= 0) & (page_ids < pool.shape[0])
     spans = pool.reshape(pool.shape[0], -1)[:, offset : offset + size]
-    # Bytes are moved: indexing is not defined for every dtype (fp8), and must not touch NaNs.
-    rows.view(torch.uint8)[is_page] = spans[page_ids[is_page].long()].view(torch.uint8)
+    for row, page in zip(rows, page_ids.tolist(), strict=True):
+        if 0 <= page < pool.shape[0]:
+            row.copy_(spans[page])
+        else:
+            row.zero_()
     return rows
 
 
