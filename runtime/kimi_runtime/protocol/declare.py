@@ -70,7 +70,7 @@ def declare(tools: Sequence[Tool]) -> str:
     ]
     try:
         functions = [_function(tool["function"]) for tool in sorted_tools]
-    except (_Undeclarable, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # Any schema may arrive here; what the typed form cannot say, JSON can.
         return json.dumps(sorted_tools, ensure_ascii=False, separators=(",", ":"))
     return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(functions) + "\n}\n"
