@@ -3,7 +3,7 @@
 It is resolved once per revision and frozen, so that a newer preset changes no running deployment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,18 +25,30 @@ GetPreset = Callable[[str], Preset]
 
 @dataclass(frozen=True)
 class Effective:
-    """A deployment whose spec writes every field, and where each came from."""
+    """A deployment whose spec writes every field, and where each came from.
+
+    `spec` is that spec as plain data, `written` what the user wrote of it.
+    """
 
     deployment: KimiDeployment
     spec: Tree
+    written: Tree
     origins: dict[Path, Origin]
     preset: Preset | None
 
     def as_text(self) -> str:
         """The resource as YAML that can be loaded again, each value with its origin behind it."""
+        return "\n".join([*self._head(), *_lines(self.spec, self.origins, (), "  ")]) + "\n"
+
+    def as_written_text(self) -> str:
+        """The resource as YAML with what the user wrote, and no more."""
+        body = yaml.safe_dump({"spec": self.written}, sort_keys=False, width=100)
+        return "\n".join(self._head()).removesuffix("spec:") + body
+
+    def _head(self) -> list[str]:
         deployment = self.deployment
         namespace = deployment.metadata.namespace
-        lines = [
+        return [
             f"apiVersion: {deployment.api_version}",
             f"kind: {deployment.kind}",
             "metadata:",
@@ -44,8 +56,6 @@ class Effective:
             *([f"  namespace: {namespace}"] if namespace else []),
             "spec:",
         ]
-        lines += _lines(self.spec, self.origins, (), "  ")
-        return "\n".join(lines) + "\n"
 
 
 def resolve(deployment: KimiDeployment, get_preset: GetPreset, origin: str) -> Effective:
@@ -73,7 +83,7 @@ def resolve(deployment: KimiDeployment, get_preset: GetPreset, origin: str) -> E
         path: "user" if holds(user, path) else "preset" if holds(base, path) else "default"
         for path in leaves(filled)
     }
-    return Effective(effective, filled, origins, preset)
+    return Effective(effective, filled, user, origins, preset)
 
 
 def _document(deployment: KimiDeployment, spec: Tree) -> Tree:
@@ -166,17 +176,15 @@ def _filled(deployment: KimiDeployment) -> Tree:
     return filled
 
 
-def _lines(tree: Tree, origins: dict[Path, Origin], at: Path, indent: str) -> list[str]:
+def _lines(tree: Tree, origins: Mapping[Path, Origin], at: Path, indent: str) -> list[str]:
     lines = []
     for key, value in tree.items():
         path = (*at, key)
-        if value is None:
-            continue
         if isinstance(value, dict) and value:
             below = _lines(value, origins, path, indent + "  ")
-            lines += [f"{indent}{key}:", *below] if below else [f"{indent}{key}: {{}}"]
-        else:
-            lines.append(f"{indent}{key}: {_inline(value)}  # {origins.get(path, 'default')}")
+            lines += [f"{indent}{key}:", *below] if below else []
+        elif value is not None:
+            lines.append(f"{indent}{key}: {_inline(value)}  # {origins[path]}")
     return lines
 
 
