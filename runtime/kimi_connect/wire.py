@@ -11,9 +11,7 @@ import hmac
 import struct
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple, TypeVar
-
-_Kind = TypeVar("_Kind", bound=IntEnum)
+from typing import NamedTuple
 
 VERSION = 1
 MAX_PAYLOAD = 8 << 20
@@ -24,13 +22,7 @@ MAX_KEYS = 1024
 """Keys a client puts into one request. The daemon may answer for fewer: ask again for the rest."""
 
 _HEADER = struct.Struct("<IBQ")
-_U8, _U16, _U32, _U64 = (struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
-_UNPIN = struct.Struct("<QIB")
-_EXTENT = struct.Struct("<QI")
-_ITEM = struct.Struct(f"<{KEY_BYTES}sI")
-_GRANT = struct.Struct("<BQI")
-_PINNED = struct.Struct("<QIBI")
-_TAG = struct.Struct(f"<I{TAG_BYTES}s")
+U8, U16, U32, U64 = (struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
 
 
 class WireError(ValueError):
@@ -231,14 +223,14 @@ class Cursor:
 
     def count(self, item_bytes: int) -> int:
         """A u32 count of items that are at least `item_bytes` each, so that it can't lie."""
-        (count,) = self.unpack(_U32)
+        (count,) = self.unpack(U32)
         if count * item_bytes > len(self._payload) - self._at:
             raise WireError(f"a payload announces {count} items and is too short for them")
         return count
 
     def text(self) -> str:
         """A string after its u16 length."""
-        (size,) = self.unpack(_U16)
+        (size,) = self.unpack(U16)
         try:
             return self.take(size).decode()
         except UnicodeDecodeError as exc:
@@ -253,7 +245,7 @@ class Cursor:
 def pack_text(text: str) -> bytes:
     """A string with its u16 length, cut to what that can say."""
     data = text.encode()[:0xFFFF]
-    return _U16.pack(len(data)) + data
+    return U16.pack(len(data)) + data
 
 
 def unpack_text(payload: bytes) -> str:
@@ -266,18 +258,19 @@ _WELCOME = struct.Struct("<QIQdd")
 
 def pack_hello(hello: Hello) -> bytes:
     """HELLO's payload."""
-    head = _U16.pack(VERSION) + hello.nonce + hello.instance + pack_text(hello.name)
-    return head + pack_generations(hello.writing) + hello.proof
+    head = U16.pack(VERSION) + hello.nonce + hello.instance + pack_text(hello.name)
+    writing = b"".join(U64.pack(generation) for generation in hello.writing)
+    return head + U32.pack(len(hello.writing)) + writing + hello.proof
 
 
 def unpack_hello(payload: bytes) -> Hello:
     """HELLO's payload; WireError also for another version."""
     cursor = Cursor(payload)
-    (version,) = cursor.unpack(_U16)
+    (version,) = cursor.unpack(U16)
     if version != VERSION:
         raise WireError(f"the client speaks version {version}, this daemon {VERSION}")
     nonce, instance, name = cursor.take(NONCE_BYTES), cursor.take(16), cursor.text()
-    writing = tuple(cursor.unpack(_U64)[0] for _ in range(cursor.count(8)))
+    writing = tuple(cursor.unpack(U64)[0] for _ in range(cursor.count(8)))
     hello = Hello(nonce, instance, name, writing, cursor.take(32))
     cursor.end()
     return hello
@@ -301,178 +294,3 @@ def unpack_welcome(payload: bytes) -> Welcome:
     proof = cursor.take(32)
     epoch, page_bytes, pages, lease_s, ttl_s = _WELCOME.unpack(cursor.take(_WELCOME.size))
     return Welcome(proof, epoch, page_bytes, pages, lease_s, ttl_s, cursor.text())
-
-
-def pack_keys(keys: "tuple[bytes, ...] | list[bytes]") -> bytes:
-    """PIN's and HELD's payload."""
-    return _U32.pack(len(keys)) + b"".join(keys)
-
-
-def unpack_keys(payload: bytes) -> "list[bytes]":
-    """PIN's and HELD's payload."""
-    cursor = Cursor(payload)
-    keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
-    cursor.end()
-    return keys
-
-
-def pack_reserve(items: "list[tuple[bytes, int]]") -> bytes:
-    """RESERVE's payload: keys and sizes in bytes."""
-    return _U32.pack(len(items)) + b"".join(_ITEM.pack(key, size) for key, size in items)
-
-
-def unpack_reserve(payload: bytes) -> "list[tuple[bytes, int]]":
-    """RESERVE's payload; sizes are at least 1."""
-    cursor = Cursor(payload)
-    items: list[tuple[bytes, int]] = []
-    for _ in range(cursor.count(_ITEM.size)):
-        key, size = _ITEM.unpack(cursor.take(_ITEM.size))
-        if not size:
-            raise WireError("a block has at least one byte")
-        items.append((key, size))
-    cursor.end()
-    return items
-
-
-def pack_reserved(grants: "list[Granted]") -> bytes:
-    """RESERVED's payload."""
-    parts = [_U32.pack(len(grants))]
-    for grant, generation, extents in grants:
-        parts.append(_GRANT.pack(grant, generation, len(extents)))
-        parts.extend(_EXTENT.pack(*extent) for extent in extents)
-    return b"".join(parts)
-
-
-def unpack_reserved(payload: bytes) -> "list[Granted]":
-    """RESERVED's payload."""
-    cursor = Cursor(payload)
-    grants = []
-    for _ in range(cursor.count(_GRANT.size)):
-        grant, generation, count = cursor.unpack(_GRANT)
-        grants.append(Granted(_member(Grant, grant), generation, _extents(cursor, count)))
-    cursor.end()
-    return grants
-
-
-def pack_commit(blocks: "list[tuple[int, tuple[GroupTag, ...]]]") -> bytes:
-    """COMMIT's payload: generations with their tags."""
-    parts = [_U32.pack(len(blocks))]
-    for generation, tags in blocks:
-        parts.append(_U64.pack(generation) + _U8.pack(len(tags)))
-        parts.extend(_TAG.pack(*tag) for tag in tags)
-    return b"".join(parts)
-
-
-def unpack_commit(payload: bytes) -> "list[tuple[int, tuple[GroupTag, ...]]]":
-    """COMMIT's payload."""
-    cursor = Cursor(payload)
-    blocks = []
-    for _ in range(cursor.count(9)):
-        (generation,), (count,) = cursor.unpack(_U64), cursor.unpack(_U8)
-        blocks.append((generation, _tags(cursor, count)))
-    cursor.end()
-    return blocks
-
-
-def pack_committed(states: "list[Commitment]") -> bytes:
-    """COMMITTED's payload."""
-    return bytes(states)
-
-
-def unpack_committed(payload: bytes) -> "list[Commitment]":
-    """COMMITTED's payload."""
-    return [_member(Commitment, state) for state in payload]
-
-
-def pack_generations(generations: "tuple[int, ...] | list[int]") -> bytes:
-    """ABORT's payload."""
-    return struct.pack(f"<I{len(generations)}Q", len(generations), *generations)
-
-
-def unpack_generations(payload: bytes) -> "list[int]":
-    """ABORT's payload."""
-    cursor = Cursor(payload)
-    generations = [cursor.unpack(_U64)[0] for _ in range(cursor.count(8))]
-    cursor.end()
-    return generations
-
-
-def pack_pinned(pin: int, gap: Gap, blocks: "list[PinnedBlock]") -> bytes:
-    """PINNED's payload."""
-    parts = [_U64.pack(pin) + _U8.pack(gap) + _U32.pack(len(blocks))]
-    for block in blocks:
-        head = _PINNED.pack(block.generation, block.size, len(block.tags), len(block.extents))
-        parts.append(head)
-        parts.extend(_TAG.pack(*tag) for tag in block.tags)
-        parts.extend(_EXTENT.pack(*extent) for extent in block.extents)
-    return b"".join(parts)
-
-
-def unpack_pinned(payload: bytes) -> "tuple[int, Gap, list[PinnedBlock]]":
-    """PINNED's payload: the pin's number, why the run ended, its blocks."""
-    cursor = Cursor(payload)
-    (pin,), (gap,) = cursor.unpack(_U64), cursor.unpack(_U8)
-    blocks = []
-    for _ in range(cursor.count(_PINNED.size)):
-        generation, size, tag_count, extent_count = cursor.unpack(_PINNED)
-        tags = _tags(cursor, tag_count)
-        blocks.append(PinnedBlock(generation, size, tags, _extents(cursor, extent_count)))
-    cursor.end()
-    return pin, _member(Gap, gap), blocks
-
-
-def pack_unpin(pin: int, good: int, *, corrupt: bool) -> bytes:
-    """UNPIN's payload: how many leading blocks were copied and matched their tags.
-
-    `corrupt`: the block after them did not match.
-    """
-    return _UNPIN.pack(pin, good, corrupt)
-
-
-def unpack_unpin(payload: bytes) -> "tuple[int, int, bool]":
-    """UNPIN's payload: the pin, the good blocks, whether the next one is corrupt."""
-    cursor = Cursor(payload)
-    pin, good, corrupt = cursor.unpack(_UNPIN)
-    cursor.end()
-    return pin, good, bool(corrupt)
-
-
-def pack_number(number: int) -> bytes:
-    """RENEW's and COUNT's payload."""
-    return _U64.pack(number)
-
-
-def unpack_number(payload: bytes) -> int:
-    """RENEW's and COUNT's payload."""
-    cursor = Cursor(payload)
-    (number,) = cursor.unpack(_U64)
-    cursor.end()
-    return number
-
-
-def pack_report(unavailable: int, late: int) -> bytes:
-    """REPORT's payload: blocks a client lost without the daemon seeing it."""
-    return _U64.pack(unavailable) + _U64.pack(late)
-
-
-def unpack_report(payload: bytes) -> "tuple[int, int]":
-    """REPORT's payload: blocks lost as (unavailable, late)."""
-    cursor = Cursor(payload)
-    (unavailable,), (late,) = cursor.unpack(_U64), cursor.unpack(_U64)
-    cursor.end()
-    return unavailable, late
-
-
-def _tags(cursor: Cursor, count: int) -> "tuple[GroupTag, ...]":
-    return tuple(GroupTag(*_TAG.unpack(cursor.take(_TAG.size))) for _ in range(count))
-
-
-def _extents(cursor: Cursor, count: int) -> "tuple[Extent, ...]":
-    return tuple(Extent(*cursor.unpack(_EXTENT)) for _ in range(count))
-
-
-def _member(kind: "type[_Kind]", value: int) -> _Kind:
-    try:
-        return kind(value)
-    except ValueError as exc:
-        raise WireError(f"{value} is no {kind.__name__}") from exc

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kimi_connect import wire
+from kimi_connect import payloads, wire
 from kimi_connect.blocks import CopiedOut, copy_in, copy_out, flat
 from kimi_connect.wire import Commitment, Gap, Grant, Granted, GroupTag, Op, Outcome
 from kimi_runtime import clock
@@ -97,9 +97,9 @@ class PoolClient:
             while run < len(keys):
                 part = list(keys[run : run + wire.MAX_KEYS])
                 answer = await link.call(
-                    Op.HELD, wire.pack_keys(part), within_s=ends_s - clock.now_s()
+                    Op.HELD, payloads.pack_keys(part), within_s=ends_s - clock.now_s()
                 )
-                count = wire.unpack_number(_payload(answer, Op.COUNT))
+                count = payloads.unpack_number(_payload(answer, Op.COUNT))
                 run += count
                 if count < len(part):
                     break
@@ -191,9 +191,9 @@ class PoolClient:
         try:
             link = await self._connected(ends_s)
             answer = await link.call(
-                Op.PIN, wire.pack_keys(list(keys)), within_s=ends_s - clock.now_s()
+                Op.PIN, payloads.pack_keys(list(keys)), within_s=ends_s - clock.now_s()
             )
-            pin, gap, blocks = wire.unpack_pinned(_payload(answer, Op.PINNED))
+            pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
             return self._lost(Outcome.UNAVAILABLE, len(keys))
         except TimeoutError:
@@ -204,10 +204,10 @@ class PoolClient:
         try:
             answer = await link.call(
                 Op.UNPIN,
-                wire.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None),
+                payloads.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None),
                 within_s=max(ANSWER_S, ends_s - clock.now_s()),
             )
-            protected = wire.unpack_number(_payload(answer, Op.COUNT))
+            protected = payloads.unpack_number(_payload(answer, Op.COUNT))
         except (LinkLost, TimeoutError, wire.WireError):
             return self._lost(Outcome.UNAVAILABLE, len(keys))
         if not protected:
@@ -234,14 +234,14 @@ class PoolClient:
             return copy_out(arena, keys, blocks, into, leaves, stop)
 
         async def renew() -> None:
-            link.tell(Op.RENEW, wire.pack_number(pin))
+            link.tell(Op.RENEW, payloads.pack_number(pin))
 
         try:
             if sum(block.size for block in blocks) <= INLINE_BYTES:
                 return work(Stop()), False
             return await in_thread(work, ends_s=ends_s, poke=renew, every_s=link.pin_lease_s / 3)
         except BaseException:
-            link.tell(Op.UNPIN, wire.pack_unpin(pin, 0, corrupt=False))
+            link.tell(Op.UNPIN, payloads.pack_unpin(pin, 0, corrupt=False))
             raise
 
     async def _store_part(
@@ -252,9 +252,9 @@ class PoolClient:
         views = [flat(block) for block in blocks]
         items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
         answer = await link.call(
-            Op.RESERVE, wire.pack_reserve(items), within_s=ends_s - clock.now_s()
+            Op.RESERVE, payloads.pack_reserve(items), within_s=ends_s - clock.now_s()
         )
-        grants = wire.unpack_reserved(_payload(answer, Op.RESERVED))
+        grants = payloads.unpack_reserved(_payload(answer, Op.RESERVED))
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         written = await self._copy_in(
             link,
@@ -265,10 +265,10 @@ class PoolClient:
         )
         answer = await link.call(
             Op.COMMIT,
-            wire.pack_commit(written),
+            payloads.pack_commit(written),
             within_s=max(ANSWER_S, ends_s - clock.now_s()),
         )
-        states = wire.unpack_committed(_payload(answer, Op.COMMITTED))
+        states = payloads.unpack_committed(_payload(answer, Op.COMMITTED))
         kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
         kept |= {
             n for n, state in zip(mine, states, strict=False) if state is not Commitment.EXPIRED
@@ -308,7 +308,7 @@ class PoolClient:
 
     def _settle(self, link: Link, generations: "set[int] | frozenset[int]") -> None:
         if generations:
-            link.tell(Op.ABORT, wire.pack_generations(sorted(generations)))
+            link.tell(Op.ABORT, payloads.pack_generations(sorted(generations)))
 
     def _lost(self, outcome: Outcome, blocks: int) -> LoadResult:
         """Count what the daemon could not see; it is told when there is a connection."""
@@ -320,7 +320,7 @@ class PoolClient:
     def _report(self, link: Link) -> None:
         if self._unreported.total():
             counts = (self._unreported[Outcome.UNAVAILABLE], self._unreported[Outcome.LATE])
-            link.tell(Op.REPORT, wire.pack_report(*counts))
+            link.tell(Op.REPORT, payloads.pack_report(*counts))
             self._unreported.clear()
 
 

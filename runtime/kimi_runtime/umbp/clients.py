@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kimi_connect import wire
+from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena
 from kimi_connect.wire import Frame, Gap, Op, WireError
 from kimi_runtime import clock
@@ -241,23 +241,23 @@ class Connection(asyncio.Protocol):
             case Op.PIN:
                 self._send(Op.PINNED, request, self._pin(payload))
             case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.REPORT:
-                self._send(Op.COUNT, request, wire.pack_number(self._count(op, payload)))
+                self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
                 raise WireError(f"a client may not send {op.name}")
 
     def _count(self, op: Op, payload: bytes) -> int:
         now_s = clock.now_s()
         if op is Op.HELD:
-            return self._pool.held(wire.unpack_keys(payload))
+            return self._pool.held(payloads.unpack_keys(payload))
         if op is Op.RENEW:
-            pin = wire.unpack_number(payload)
+            pin = payloads.unpack_number(payload)
             return int(self._pool.renew(pin, reader=self.number, now_s=now_s))
         if op is Op.UNPIN:
             return int(self._unpin(payload))
         if op is Op.ABORT:
             assert self.instance is not None
-            return self._pool.abort(wire.unpack_generations(payload), writer=self.instance)
-        unavailable, late = wire.unpack_report(payload)
+            return self._pool.abort(payloads.unpack_generations(payload), writer=self.instance)
+        unavailable, late = payloads.unpack_report(payload)
         self._clients.lost.unavailable += unavailable
         self._clients.lost.late += late
         return 1
@@ -266,22 +266,22 @@ class Connection(asyncio.Protocol):
         assert self.instance is not None
         items: list[tuple[bytes, int]] = []
         pages = 0
-        for key, size in wire.unpack_reserve(payload):
+        for key, size in payloads.unpack_reserve(payload):
             pages += -(-size // self._pool.page_bytes)
             if items and pages > PAGES_AN_ANSWER:
                 break
             items.append((key, size))
         grants = self._pool.reserve(items, writer=self.instance, now_s=clock.now_s())
-        return wire.pack_reserved(grants)
+        return payloads.pack_reserved(grants)
 
     def _commit(self, payload: bytes) -> bytes:
         assert self.instance is not None
-        blocks = wire.unpack_commit(payload)
+        blocks = payloads.unpack_commit(payload)
         states = self._pool.commit(blocks, writer=self.instance, now_s=clock.now_s())
-        return wire.pack_committed(states)
+        return payloads.pack_committed(states)
 
     def _pin(self, payload: bytes) -> bytes:
-        keys = wire.unpack_keys(payload)
+        keys = payloads.unpack_keys(payload)
         run = self._pool.held(keys)
         fits = self._pool.within(keys[:run], PAGES_AN_ANSWER)
         # cut short only for the answer's size: no gap, the client asks again for the rest
@@ -297,10 +297,10 @@ class Connection(asyncio.Protocol):
             wire.PinnedBlock(block.generation, block.size, block.tags, block.extents)
             for block in pinned.blocks
         ]
-        return wire.pack_pinned(pinned.number, pinned.gap, blocks)
+        return payloads.pack_pinned(pinned.number, pinned.gap, blocks)
 
     def _unpin(self, payload: bytes) -> bool:
-        pin, good, corrupt = wire.unpack_unpin(payload)
+        pin, good, corrupt = payloads.unpack_unpin(payload)
         blocks = self._pool.pinned_blocks(pin)
         bad = [good] if corrupt else []
         held = self._pool.unpin(pin, bad, reader=self.number, now_s=clock.now_s())

@@ -9,7 +9,7 @@ import hmac
 import secrets
 from pathlib import Path
 
-from kimi_connect import wire
+from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
 from kimi_connect.wire import Frame, Grant, Op, WireError
 from kimi_runtime import clock
@@ -139,13 +139,13 @@ class Link(asyncio.Protocol):
 
     def _give_back(self, frame: Frame) -> None:
         if frame.op is Op.RESERVED:
-            grants = wire.unpack_reserved(frame.payload)
+            grants = payloads.unpack_reserved(frame.payload)
             mine = [granted.generation for granted in grants if granted.grant is Grant.RESERVED]
-            self.tell(Op.ABORT, wire.pack_generations(mine))
+            self.tell(Op.ABORT, payloads.pack_generations(mine))
         elif frame.op is Op.PINNED:
-            pin, _, blocks = wire.unpack_pinned(frame.payload)
+            pin, _, blocks = payloads.unpack_pinned(frame.payload)
             if blocks:
-                self.tell(Op.UNPIN, wire.pack_unpin(pin, 0, corrupt=False))
+                self.tell(Op.UNPIN, payloads.pack_unpin(pin, 0, corrupt=False))
 
     def _lose(self, why: str) -> None:
         if self.lost:

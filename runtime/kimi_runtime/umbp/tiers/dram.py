@@ -9,7 +9,8 @@ from kimi_connect.blocks import copy_in, copy_out, flat
 from kimi_connect.wire import Commitment, Grant, PinnedBlock
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
-from kimi_runtime.umbp.pool import Block, Pool
+from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.records import Block
 from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tiers.base import BlockKey, TierCost
 

@@ -1,0 +1,323 @@
+"""A blocking pool client, for use inside other engines' processes.
+
+The same protocol and promises as the runtime's asynchronous client: bytes are verified after they
+were copied, a missing daemon is an outcome and no exception, and a deadline ends every wait. One
+connection; calls from several threads take turns. A forked child must make its own client.
+"""
+
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from kimi_connect import payloads, wire
+from kimi_connect.arena import Arena, ArenaGone, attach_arena
+from kimi_connect.blocks import copy_in, copy_out, flat
+from kimi_connect.tags import Leaves, numpy_leaves
+from kimi_connect.wire import Commitment, Gap, Grant, Op, Outcome
+
+BACKOFF_S = (0.05, 2.0)
+ANSWER_S = 0.25
+"""Time given to end what was begun (unpin, commit) when the deadline is near or over."""
+
+KEYS_A_CALL = 256
+
+_now_s = time.monotonic  # noqa: TID251  (nothing of the runtime, its clock included, is here)
+
+
+class _Lost(Exception):
+    """There is no connection, or not any more."""
+
+
+class _Connection:
+    """One authenticated connection and its arena. Any error ends it."""
+
+    def __init__(self, path: str, call_key: bytes, instance: bytes, name: str, ends_s: float):
+        self._decoder = wire.FrameDecoder()
+        self._number = 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._wait_until(ends_s)
+            self._socket.connect(path)
+            self.welcome = self._handshake(call_key, instance, name, ends_s)
+            self.arena: Arena = attach_arena(
+                self.welcome.arena,
+                page_bytes=self.welcome.page_bytes,
+                pages=self.welcome.pages,
+                epoch=self.welcome.epoch,
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def call(self, op: Op, payload: bytes, answer: Op, ends_s: float) -> bytes:
+        """The payload of the answer to a request."""
+        self._number += 1
+        self._send(op, self._number, payload, ends_s)
+        frame = self._receive(ends_s)
+        if frame.op is not answer or frame.request != self._number:
+            raise wire.WireError(f"{answer.name} was to come, not {frame.op.name}")
+        return frame.payload
+
+    def close(self) -> None:
+        """End the connection; what it held ends with it."""
+        self._socket.close()
+
+    def _handshake(
+        self, call_key: bytes, instance: bytes, name: str, ends_s: float
+    ) -> wire.Welcome:
+        challenge = self._receive(ends_s)
+        if challenge.op is not Op.CHALLENGE:
+            raise wire.WireError("the daemon did not begin with a challenge")
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        proof = wire.client_proof(call_key, challenge.payload, nonce, instance, name)
+        # this client copies in the calling thread, so nothing is being written between its calls
+        hello = wire.Hello(nonce, instance, name, (), proof)
+        self._send(Op.HELLO, 0, wire.pack_hello(hello), ends_s)
+        frame = self._receive(ends_s)
+        if frame.op is not Op.WELCOME:
+            raise wire.WireError(f"the daemon refused us ({frame.op.name})")
+        welcome = wire.unpack_welcome(frame.payload)
+        expected = wire.server_proof(call_key, challenge.payload, nonce)
+        if not hmac.compare_digest(expected, welcome.proof):
+            raise wire.WireError("who listens on the socket does not hold our call key")
+        return welcome
+
+    def _send(self, op: Op, request: int, payload: bytes, ends_s: float) -> None:
+        self._wait_until(ends_s)
+        self._socket.sendall(wire.frame(op, request, payload))
+
+    def _receive(self, ends_s: float) -> wire.Frame:
+        while True:
+            frame = self._decoder.next()
+            if frame is not None:
+                if frame.op in (Op.REFUSED, Op.ERROR):
+                    raise wire.WireError(f"the daemon refused: {wire.unpack_text(frame.payload)}")
+                return frame
+            self._wait_until(ends_s)
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise _Lost("the pool daemon closed the connection")
+            self._decoder.feed(data)
+
+    def _wait_until(self, ends_s: float) -> None:
+        left_s = ends_s - _now_s()
+        if left_s <= 0:
+            raise TimeoutError("the deadline passed while waiting for the pool daemon")
+        self._socket.settimeout(left_s)
+
+
+class ArenaClient:
+    """Loads and stores blocks of a node's pool.
+
+    `group_bytes` are the sizes of a block's layer groups, one tag each; empty: one tag a block.
+    `leaves` is the leaf function of the tags; None takes numpy's (ImportError without numpy). The
+    runtime's `kimi_runtime.umbp.tags.leaves` is the same function and some 20 times faster.
+    """
+
+    def __init__(
+        self,
+        socket_path: "str | os.PathLike[str]",
+        call_key: bytes,
+        *,
+        name: str = "engine",
+        group_bytes: Sequence[int] = (),
+        leaves: "Leaves | None" = None,
+        connect_s: float = 1.0,
+    ) -> None:
+        self._path, self._call_key, self._name = os.fspath(socket_path), call_key, name
+        self._group_bytes = tuple(group_bytes)
+        self._leaves = leaves or numpy_leaves()
+        self._connect_s = connect_s
+        self._instance = secrets.token_bytes(16)
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+        self._retry_s, self._backoff_s = 0.0, BACKOFF_S[0]
+        self._closed = False
+
+    def held(self, keys: Sequence[bytes], *, deadline_s: float = 1.0) -> int:
+        """Length of the leading run the pool holds; 0 without a daemon. Renews nothing."""
+        ends_s, run = _now_s() + deadline_s, 0
+        with self._lock:
+            while run < len(keys):
+                part = list(keys[run : run + wire.MAX_KEYS])
+                try:
+                    count = self._number(Op.HELD, payloads.pack_keys(part), ends_s)
+                except (_Lost, TimeoutError):
+                    return run
+                run += count
+                if count < len(part):
+                    break
+        return run
+
+    def load(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+    ) -> "tuple[int, Outcome]":
+        """Copy the leading run into `into`, one writable view per key, verified after the copy.
+
+        Returns the run's length and why it ended. ValueError if the lengths differ.
+        """
+        if len(keys) != len(into):
+            raise ValueError(f"{len(keys)} keys for {len(into)} targets")
+        ends_s = _now_s() + deadline_s
+        done, outcome = 0, Outcome.HIT
+        with self._lock:
+            while done < len(keys) and outcome is Outcome.HIT:
+                part = slice(done, done + KEYS_A_CALL)
+                count, outcome = self._load_part(keys[part], into[part], ends_s)
+                done += count
+        return done, outcome
+
+    def store(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+    ) -> int:
+        """Put blocks, evicting colder ones; how many leading ones the pool holds now."""
+        if len(keys) != len(blocks):
+            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+        ends_s, done = _now_s() + deadline_s, 0
+        with self._lock:
+            while done < len(keys):
+                part = slice(done, done + KEYS_A_CALL)
+                try:
+                    asked, kept = self._store_part(keys[part], blocks[part], ends_s)
+                except (_Lost, TimeoutError):
+                    break
+                done += kept
+                if kept < asked or not asked:
+                    break
+        return done
+
+    def close(self) -> None:
+        """End the connection; pins and reservations end with it."""
+        with self._lock:
+            self._closed = True
+            self._drop()
+
+    def _load_part(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
+    ) -> "tuple[int, Outcome]":
+        try:
+            payload = self._call(Op.PIN, payloads.pack_keys(list(keys)), Op.PINNED, ends_s)
+            pin, gap, blocks = payloads.unpack_pinned(payload)
+            if not blocks:
+                return 0, Outcome.MISS
+            stop = self._stop(ends_s, renew=pin)
+            copied = copy_out(self._live_arena(), keys, blocks, into, self._leaves, stop)
+            unpin = payloads.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None)
+            protected = self._number(Op.UNPIN, unpin, max(ends_s, _now_s() + ANSWER_S))
+        except TimeoutError:
+            return 0, Outcome.LATE
+        except _Lost:
+            return 0, Outcome.UNAVAILABLE
+        except BaseException:
+            self._drop()  # ends the pin
+            raise
+        if not protected:
+            return 0, Outcome.LATE
+        if copied.corrupt is not None:
+            return copied.good, Outcome.CORRUPT
+        if copied.good < len(blocks):
+            return copied.good, Outcome.LATE
+        return copied.good, Outcome.HIT if gap is Gap.NONE else Outcome.MISS
+
+    def _store_part(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], ends_s: float
+    ) -> "tuple[int, int]":
+        views = [flat(block) for block in blocks]
+        items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
+        payload = self._call(Op.RESERVE, payloads.pack_reserve(items), Op.RESERVED, ends_s)
+        grants = payloads.unpack_reserved(payload)
+        mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
+        try:
+            written = copy_in(
+                self._live_arena(),
+                [keys[n] for n in mine],
+                [grants[n] for n in mine],
+                [views[n] for n in mine],
+                self._group_bytes,
+                self._leaves,
+                self._stop(ends_s),
+            )
+        except BaseException:
+            self._drop()  # the daemon frees what was reserved when we are back
+            raise
+        answer_s = max(ends_s, _now_s() + ANSWER_S)
+        payload = self._call(Op.COMMIT, payloads.pack_commit(written), Op.COMMITTED, answer_s)
+        states = payloads.unpack_committed(payload)
+        unwritten = [grants[n].generation for n in mine[len(written) :]]
+        if unwritten:
+            self._number(Op.ABORT, payloads.pack_generations(unwritten), answer_s)
+        kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
+        kept |= {n for n, s in zip(mine, states, strict=False) if s is not Commitment.EXPIRED}
+        return len(grants), next((n for n in range(len(grants)) if n not in kept), len(grants))
+
+    def _stop(self, ends_s: float, renew: "int | None" = None) -> "_Stopper":
+        assert self._connection is not None
+        lease_s = self._connection.welcome.pin_lease_s
+        return _Stopper(self, ends_s, renew, lease_s / 3)
+
+    def _live_arena(self) -> Arena:
+        if self._connection is None:
+            raise _Lost("there is no connection to the pool daemon")
+        return self._connection.arena
+
+    def _number(self, op: Op, payload: bytes, ends_s: float) -> int:
+        return payloads.unpack_number(self._call(op, payload, Op.COUNT, ends_s))
+
+    def _call(self, op: Op, payload: bytes, answer: Op, ends_s: float) -> bytes:
+        """One request. _Lost and TimeoutError leave no connection, so nothing is held there."""
+        try:
+            return self._connected(ends_s).call(op, payload, answer, ends_s)
+        except TimeoutError:
+            self._drop()
+            raise
+        except (OSError, wire.WireError, ArenaGone) as exc:
+            self._drop()
+            raise _Lost(str(exc)) from exc
+        except BaseException:
+            self._drop()
+            raise
+
+    def _connected(self, ends_s: float) -> _Connection:
+        if self._connection is not None:
+            return self._connection
+        if self._closed or _now_s() < self._retry_s:
+            raise _Lost("the pool daemon could not be reached a moment ago")
+        ends_s = min(ends_s, _now_s() + self._connect_s)
+        try:
+            self._connection = _Connection(
+                self._path, self._call_key, self._instance, self._name, ends_s
+            )
+        except (OSError, wire.WireError, ArenaGone, _Lost) as exc:
+            self._retry_s = _now_s() + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+            raise _Lost(f"no pool daemon answers on {self._path}: {exc}") from exc
+        self._backoff_s = BACKOFF_S[0]
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class _Stopper:
+    """Looked at between pieces of a copy: ends it at the deadline, and renews its pin meanwhile."""
+
+    def __init__(self, client: ArenaClient, ends_s: float, pin: "int | None", every_s: float):
+        self._client, self._ends_s = client, ends_s
+        self._pin, self._every_s = pin, every_s
+        self._renew_s = _now_s() + every_s
+
+    def __call__(self) -> bool:
+        now_s = _now_s()
+        if now_s >= self._ends_s:
+            return True
+        if self._pin is not None and now_s >= self._renew_s:
+            self._renew_s = now_s + self._every_s
+            answer_s = now_s + ANSWER_S
+            self._client._number(Op.RENEW, payloads.pack_number(self._pin), answer_s)
+        return False
