@@ -10,6 +10,7 @@ of one), so bytes of another prompt, model or tenant never pass.
 """
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,6 @@ class HandOffs:
         self._lease_s, self._release_url, self._freed = lease_s, release_url, freed
         self._pins: OrderedDict[str, _Pin] = OrderedDict()
         self._tags: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
-        self._offered = 0
         self._changed = asyncio.Event()
 
     async def offer(self, request: Request) -> HandOff:
@@ -78,8 +78,7 @@ class HandOffs:
 
         The lease starts now, before the tags are computed. Cancelling takes the offer back.
         """
-        self._offered += 1
-        ticket = f"{self._worker}.{self._region.epoch}.{self._offered}"
+        ticket = secrets.token_hex(16)
         blocks = tuple(request.blocks)
         self._blocks.reference(blocks)
         self._pins[ticket] = _Pin(blocks, clock.now_s() + self._lease_s)
