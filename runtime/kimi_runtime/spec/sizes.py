@@ -46,7 +46,7 @@ class Parameters(SpecModel):
 def parameters(model: ModelSpec) -> Parameters:
     """Count every tensor of the checkpoint (tensor shapes: the published safetensors indexes)."""
     moe, hidden = model.moe, model.hidden
-    sparse = model.layers - model.first_dense_layers
+    sparse = model.moe_layers
     expert_width = moe.latent or hidden
     mla_layers, kda_layers = len(model.full_attention_layers), len(model.kda_layers)
     embedding = model.vocab_size * hidden
