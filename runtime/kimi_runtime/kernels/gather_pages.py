@@ -31,7 +31,7 @@ def gather_pages_ref(
     """
     size = check_span(pool, page_ids, offset, width)
     rows = pool.new_empty((page_ids.numel(), size)) if out is None else out
-    spans = pool.reshape(pool.shape[0], -1)[:, offset : offset + size]
+    spans = pool.flatten(1)[:, offset : offset + size]
     for row, page in zip(rows, page_ids.tolist(), strict=True):
         if 0 <= page < pool.shape[0]:
             row.copy_(spans[page])

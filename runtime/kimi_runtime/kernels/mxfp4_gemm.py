@@ -176,7 +176,7 @@ def mxfp4_gemm(
     slots, (experts, width, half) = plan.expert_ids.numel(), weight.codes.shape
     y = plan.expert_ids.new_empty((slots, width), dtype=torch.bfloat16) if out is None else out
     require_contiguous(**parts, out=y, w=weight.codes[0], w_scales=weight.scales[0])
-    device = require_device(**parts, codes=weight.codes, scales=weight.scales, out=y)
+    device = require_device(**parts, codes=weight.codes, slots=plan.sorted_slots, out=y)
     if not y.numel():
         return y
     tile = gemm_tiles(x, device, slots, experts)

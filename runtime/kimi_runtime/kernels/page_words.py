@@ -4,6 +4,7 @@ A page is bytes to these kernels: bf16, fp8 and byte pools are all copied as 8, 
 words, so there is one kernel and no dtype it does not know.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,16 +28,16 @@ class PageWords(NamedTuple):
 
 def page_width(pool: Tensor) -> int:
     """Elements of one page of `pool` [P, ...]."""
-    return int(pool[0].numel()) if pool.shape[0] else int(torch.Size(pool.shape[1:]).numel())
+    return math.prod(pool.shape[1:])
 
 
 def check_span(pool: Tensor, page_ids: Tensor, offset: int, width: int | None) -> int:
     """The width of the span in elements, checked.
 
-    Raises ValueError for a span outside the page, a pool without pages' axis, or page ids that
+    Raises ValueError for a span outside the page, a pool that is not [P, ...], or page ids that
     are not a vector of int32 or int64.
     """
-    if pool.dim() < 1 or page_ids.dim() != 1:
+    if pool.dim() < 2 or page_ids.dim() != 1:
         raise ValueError(
             f"a pool [P, ...] and page ids [N] are wanted, not shapes {tuple(pool.shape)} "
             f"and {tuple(page_ids.shape)}"
@@ -71,7 +72,7 @@ def page_words(pool: Tensor, rows: Tensor, page_ids: Tensor, offset: int) -> Pag
     if page_bytes // word_bytes > _MOST_WORDS:
         raise ValueError(f"a page of {page_bytes} bytes is larger than the kernel's int32 columns")
     return PageWords(
-        pool=pool.reshape(pool.shape[0], -1).view(torch.uint8).view(dtype),
+        pool=pool.flatten(1).view(torch.uint8).view(dtype),
         rows=rows.view(torch.uint8).view(dtype),
         page_words=page_bytes // word_bytes,
         offset=offset_bytes // word_bytes,

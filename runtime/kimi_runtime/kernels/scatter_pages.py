@@ -9,7 +9,7 @@ further on), since whichever program happened to write last would otherwise tear
 
 from torch import Tensor
 
-from kimi_runtime.kernels.lang import cdiv, require_device, tl, triton
+from kimi_runtime.kernels.lang import cdiv, require_contiguous, require_device, tl, triton
 from kimi_runtime.kernels.page_words import check_span, page_words
 from kimi_runtime.kernels.tuning import tiles
 
@@ -22,7 +22,8 @@ def scatter_pages_ref(pool: Tensor, page_ids: Tensor, rows: Tensor, *, offset: i
     outside the spans is untouched. Raises ValueError for a span outside the page.
     """
     size = check_span(pool, page_ids, offset, _width_of(page_ids, rows))
-    spans = pool.view(pool.shape[0], -1)[:, offset : offset + size]
+    require_contiguous(pool=pool)  # else the flattened pool is a copy
+    spans = pool.flatten(1)[:, offset : offset + size]
     for row, page in zip(rows, page_ids.tolist(), strict=True):
         if 0 <= page < pool.shape[0]:
             spans[page].copy_(row)

@@ -73,6 +73,13 @@ def test_a_page_past_two_gib_is_found():
     assert torch.equal(rows, (page_ids % 251).to(torch.uint8)[:, None].expand(3, 10))
 
 
+def test_a_pool_without_pages_gives_zeros(device):
+    pool = torch.empty(0, 3, 4, device=device)
+    page_ids = torch.tensor([0, -1], device=device)
+    for gather in (gather_pages, gather_pages_ref):
+        assert torch.equal(gather(pool, page_ids), torch.zeros(2, 12, device=device))
+
+
 def test_a_view_that_starts_at_an_odd_byte_is_gathered(device):
     pool = torch.arange(64 * 5 + 1, device=device).to(torch.uint8)[1:].view(5, 64)
     page_ids = torch.tensor([4, 1], dtype=torch.int32, device=device)

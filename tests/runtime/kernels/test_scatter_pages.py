@@ -92,5 +92,7 @@ def test_rows_that_do_not_fit_the_ids_or_the_page_are_refused():
     for scatter in (scatter_pages, scatter_pages_ref):
         with pytest.raises(ValueError, match="one per page id"):
             scatter(pool, page_ids, rows)
+        with pytest.raises(ValueError, match="contiguous"):
+            scatter(torch.zeros(WIDTH, PAGES, device=DEVICE).T, page_ids, rows[:2].float())
         with pytest.raises(ValueError, match="not inside a page"):
             scatter(pool, page_ids, rows[:2], offset=1)
