@@ -31,8 +31,11 @@ def row_sum(x: Tensor) -> Tensor:
     The CPU's reduction over a contiguous last axis has such an order; a GPU's is chosen by the
     number of rows too, so there the halves are added instead.
     """
-    if x.device.type == "cpu":
-        return x.sum(dim=-1, keepdim=True)
+    return x.sum(dim=-1, keepdim=True) if x.device.type == "cpu" else folded_sum(x)
+
+
+def folded_sum(x: Tensor) -> Tensor:
+    """x [..., K] -> [..., 1], the second half added to the first until one element is left."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         folded = x[..., :half] + x[..., half : 2 * half]

@@ -156,6 +156,7 @@ def test_the_counter_s_numbers_are_uniform_and_fixed():
     assert ((counts - 200) ** 2 / 200).sum() < 9 + 5 * np.sqrt(18)
     assert uniform(1, 2) == UNIFORM_1_2
     assert len(set(numbers)) == len(numbers)
+    assert uniform(1, 2) == UNIFORM_1_2
 
 
 def test_a_draw_depends_on_seed_and_position_alone():
