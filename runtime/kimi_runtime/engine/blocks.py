@@ -109,6 +109,11 @@ class KvBlocks:
                     del self._unreferenced[block]
                     self._free.append(block)
 
+    def forget_all(self) -> None:
+        """The worker stops: nothing is held for others any more."""
+        self.forget(list(self._block_of))
+        self._feed.clear()
+
     def key(self, block: int) -> bytes | None:
         """The key of a cached block; None while it is not full."""
         return self._key_of.get(block)

@@ -135,7 +135,7 @@ class ReferenceAdapter:
         try:
             await self._loop.run()
         finally:
-            self._feed.clear()
+            self._scheduler.blocks.forget_all()
 
     async def aclose(self) -> None:
         """Cancel every request and end `run`."""

@@ -220,13 +220,13 @@ class ScriptedAdapter:
         self._feed.clear()
 
     def _admit(self, request: GenerateRequest) -> None:
-        limit = self._info.max_context_tokens
-        if len(request.ids) + request.sampling.max_tokens > limit:
+        size, limit = len(request.ids), self._info.max_context_tokens
+        if size + (request.sampling.max_tokens > 0 and not request.kv.offer) > limit:
             self._counters.refused["invalid_request_error"] += 1
             raise RequestError(
-                f"{len(request.ids)} prompt tokens and max_tokens {request.sampling.max_tokens} "
-                f"pass the context of {limit} tokens; send less or lower max_tokens",
-                param="max_tokens",
+                f"the prompt has {size} tokens, but the context holds {limit} with what is "
+                "generated; shorten the prompt",
+                param="ids",
                 code="context_length_exceeded",
             )
         if self._slots.locked() and self._counters.waiting >= self._max_waiting:
@@ -343,10 +343,12 @@ class ScriptedAdapter:
 
     async def _decode(self, lane: _Lane) -> AsyncGenerator[GenerateChunk, None]:
         sampling = lane.request.sampling
+        room = self._info.max_context_tokens - len(lane.request.ids)
+        most = min(sampling.max_tokens, room)
         chunk: list[int] = []
         finish = FinishReason.LENGTH
         ids = iter(lane.reply.ids)
-        while (count := lane.sent + len(chunk)) < sampling.max_tokens:
+        while (count := lane.sent + len(chunk)) < most:
             if chunk and lane.reply.faulty_at(count):
                 yield self._chunk(lane, chunk)
                 chunk = []
