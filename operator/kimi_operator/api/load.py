@@ -84,7 +84,9 @@ def validated(document: Mapping[str, Any], origin: str) -> KimiDeployment:
     except ValidationError as exc:
         problems = exc.errors(include_url=False)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ConfigError(f"{origin}: {_problem(problems[0])}{more}") from exc
+        # a misspelt field is also a missing one: the spelling is what to change
+        first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+        raise ConfigError(f"{origin}: {_problem(first)}{more}") from exc
 
 
 def _require_kind(document: Mapping[str, Any], origin: str) -> None:
@@ -143,14 +145,15 @@ def _fields_at(loc: list[int | str]) -> list[str]:
         annotation = next(
             (f.annotation for f in model.model_fields.values() if f.alias == step), None
         )
-        model = _model_within(annotation)
+        model = model_within(annotation)
     return sorted(str(f.alias) for f in model.model_fields.values()) if model else []
 
 
-def _model_within(annotation: Any) -> type[BaseModel] | None:
+def model_within(annotation: Any) -> type[BaseModel] | None:
+    """The model in a field's annotation, unions and lists looked through; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    inner = (_model_within(argument) for argument in get_args(annotation))
+    inner = (model_within(argument) for argument in get_args(annotation))
     return next((model for model in inner if model), None)
 
 
