@@ -1,0 +1,343 @@
+"""The pool's account of reservations, blocks, pins and pages."""
+
+import dataclasses
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from kimi_connect.wire import Commitment, Gap, Grant, GroupTag
+from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.pool import Pool
+
+PAGE = 100
+TTL_S, LEASE_S = 30.0, 10.0
+A, B = b"writer-a", b"writer-b"
+TAGS = (GroupTag(1, b"t" * 16),)
+
+
+def new_pool(pages=10, **changes):
+    feed = FeedLog("pool", epoch=1, tier="dram")
+    return Pool(pages, PAGE, feed, TTL_S, LEASE_S, **changes)
+
+
+def key(n):
+    return n.to_bytes(16, "big")
+
+
+def put(pool, *numbers, size=PAGE, writer=A, now_s=0.0):
+    """Reserve and commit; the states."""
+    grants = pool.reserve([(key(n), size) for n in numbers], writer=writer, now_s=now_s)
+    blocks = [(g.generation, TAGS) for g in grants if g.grant is Grant.RESERVED]
+    return pool.commit(blocks, writer=writer, now_s=now_s)
+
+
+def grant_of(pool, n, **kwargs):
+    return pool.reserve(
+        [(key(n), kwargs.pop("size", PAGE))], **{"writer": A, "now_s": 0.0} | kwargs
+    )[0]
+
+
+def test_a_block_is_visible_only_after_its_commit():
+    pool = new_pool()
+    granted = grant_of(pool, 1)
+    assert pool.held([key(1)]) == 0
+    assert pool.commit([(granted.generation, TAGS)], writer=A, now_s=1.0) == [Commitment.COMMITTED]
+    assert pool.held([key(1), key(2)]) == 1
+    assert key(1) in pool.feed
+    pool.check_integrity()
+
+
+def test_the_first_writer_wins_and_the_second_gives_its_pages_back():
+    pool = new_pool()
+    one, two = grant_of(pool, 1), grant_of(pool, 1, writer=B)
+    assert pool.commit([(two.generation, TAGS)], writer=B, now_s=0.0) == [Commitment.COMMITTED]
+    assert pool.commit([(one.generation, TAGS)], writer=A, now_s=0.0) == [Commitment.DUPLICATE]
+    assert pool.free_pages == 9
+    assert grant_of(pool, 1).grant is Grant.HELD
+    pool.check_integrity()
+
+
+def test_nobody_commits_or_aborts_for_another_writer():
+    pool = new_pool()
+    granted = grant_of(pool, 1)
+    assert pool.commit([(granted.generation, TAGS)], writer=B, now_s=0.0) == [Commitment.EXPIRED]
+    assert pool.abort([granted.generation], writer=B) == 0
+    assert pool.commit([(granted.generation, TAGS)], writer=A, now_s=0.0) == [Commitment.COMMITTED]
+
+
+def test_an_expired_reservation_is_quarantined_until_its_writer_gives_it_back():
+    pool = new_pool()
+    granted = grant_of(pool, 1, size=6 * PAGE)
+    pool.expire(TTL_S)
+    assert pool.free_pages == 4  # the writer may still store to the six
+    assert grant_of(pool, 2, size=6 * PAGE, now_s=TTL_S).grant is Grant.FULL
+    assert pool.commit([(granted.generation, TAGS)], writer=A, now_s=TTL_S) == [Commitment.EXPIRED]
+    assert (pool.held([key(1)]), pool.free_pages) == (0, 10)
+    pool.check_integrity()
+
+
+def test_a_commit_after_the_time_is_refused_even_before_the_next_tick():
+    pool = new_pool()
+    granted = grant_of(pool, 1)
+    assert pool.commit([(granted.generation, TAGS)], writer=A, now_s=TTL_S) == [Commitment.EXPIRED]
+
+
+@pytest.mark.parametrize("end", ["abort", "writer_gone", "reclaim"])
+def test_quarantine_ends_when_the_writer_can_t_write_any_more(end):
+    pool = new_pool()
+    granted = grant_of(pool, 1)
+    assert pool.quarantine(A) == 1
+    assert pool.free_pages == 9
+    match end:
+        case "abort":
+            assert pool.abort([granted.generation], writer=A) == 1
+        case "writer_gone":
+            assert pool.writer_gone(A) == 1
+        case "reclaim":
+            assert pool.reclaim(writer=A, writing=[]) == 1
+    assert pool.free_pages == 10
+    pool.check_integrity()
+
+
+def test_a_returning_writer_keeps_in_quarantine_what_it_still_writes():
+    pool = new_pool()
+    one, two = grant_of(pool, 1), grant_of(pool, 2)
+    assert pool.reclaim(writer=A, writing=[two.generation]) == 1
+    assert pool.reservations(quarantined=True) == 1
+    assert pool.commit([(two.generation, TAGS)], writer=A, now_s=0.0) == [Commitment.EXPIRED]
+    assert pool.commit([(one.generation, TAGS)], writer=A, now_s=0.0) == [Commitment.EXPIRED]
+    assert pool.free_pages == 10
+
+
+def test_the_least_recently_used_unpinned_block_goes_first():
+    pool = new_pool(pages=3)
+    put(pool, 1)
+    put(pool, 2)
+    put(pool, 3)
+    pin = pool.pin([key(1)], reader=1, now_s=0.0)
+    pool.unpin(pin.number, [], reader=1, now_s=0.0)
+    put(pool, 4)
+    assert [pool.held([key(n)]) for n in (1, 2, 3, 4)] == [1, 0, 1, 1]
+    pool.check_integrity()
+
+
+def test_a_prefix_is_evicted_from_its_end():
+    pool = new_pool(pages=4)
+    put(pool, 1, 2, 3, 4)
+    assert pool.evict(2) == [key(4), key(3)]
+    pin = pool.pin([key(1), key(2)], reader=1, now_s=0.0)
+    pool.unpin(pin.number, [], reader=1, now_s=0.0)
+    assert pool.evict(9) == [key(2), key(1)]
+
+
+def test_probes_do_not_keep_blocks_warm():
+    pool = new_pool(pages=2)
+    put(pool, 1)
+    put(pool, 2)
+    for _ in range(10):
+        pool.held([key(1)])
+    put(pool, 3)
+    assert pool.held([key(1)]) == 0
+
+
+def test_a_pool_full_of_pins_refuses_at_once_and_evicts_nothing():
+    pool = new_pool(pages=4)
+    put(pool, 1, 2, 3, 4)
+    pool.pin([key(1), key(2), key(3)], reader=1, now_s=0.0)
+    assert grant_of(pool, 5, size=2 * PAGE).grant is Grant.FULL
+    assert pool.held([key(4)]) == 1  # one page would not have been enough
+    assert grant_of(pool, 5).grant is Grant.RESERVED
+    pool.check_integrity()
+
+
+def test_a_block_larger_than_the_pool_is_refused_and_evicts_nothing():
+    pool = new_pool(pages=4)
+    put(pool, 1, 2)
+    assert grant_of(pool, 5, size=5 * PAGE).grant is Grant.FULL
+    assert pool.live_blocks == 2
+
+
+def test_after_one_refusal_a_batch_gets_nothing_more():
+    pool = new_pool(pages=4)
+    grants = pool.reserve([(key(1), PAGE), (key(2), 9 * PAGE), (key(3), PAGE)], writer=A, now_s=0.0)
+    assert [g.grant for g in grants] == [Grant.RESERVED, Grant.FULL, Grant.FULL]
+
+
+def test_a_pinned_block_outlives_pressure_and_a_lapsed_pin_protects_nothing():
+    pool = new_pool(pages=1)
+    put(pool, 1)
+    pin = pool.pin([key(1)], reader=1, now_s=0.0)
+    assert grant_of(pool, 2, now_s=1.0).grant is Grant.FULL
+    pool.expire(LEASE_S)
+    assert grant_of(pool, 2, now_s=LEASE_S).grant is Grant.RESERVED
+    assert not pool.unpin(pin.number, [], reader=1, now_s=LEASE_S)
+    assert pool.counters.lapsed == 1
+    pool.check_integrity()
+
+
+def test_a_renewed_pin_lasts_and_a_lapsed_one_can_t_be_renewed():
+    pool = new_pool()
+    put(pool, 1)
+    pin = pool.pin([key(1)], reader=1, now_s=0.0)
+    assert pool.renew(pin.number, reader=1, now_s=9.0)
+    pool.expire(18.0)
+    assert not pool.renew(pin.number, reader=2, now_s=18.0)
+    assert pool.unpin(pin.number, [], reader=1, now_s=18.9)
+    assert not pool.renew(pin.number, reader=1, now_s=18.9)
+
+
+def test_unpin_notices_a_lapsed_lease_without_a_tick():
+    pool = new_pool()
+    put(pool, 1)
+    pin = pool.pin([key(1)], reader=1, now_s=0.0)
+    assert not pool.unpin(pin.number, [0], reader=1, now_s=LEASE_S)
+    assert pool.held([key(1)]) == 1  # a late reader's finding says nothing about the block
+
+
+def test_a_corrupt_block_is_dropped_and_counted_even_with_other_readers():
+    pool = new_pool()
+    put(pool, 1, 2)
+    one = pool.pin([key(1), key(2)], reader=1, now_s=0.0)
+    two = pool.pin([key(1)], reader=2, now_s=0.0)
+    assert pool.unpin(one.number, [0], reader=1, now_s=1.0)
+    assert (pool.held([key(1)]), pool.held([key(2)]), pool.free_pages) == (0, 1, 8)
+    assert pool.unpin(two.number, [0], reader=2, now_s=1.0)
+    assert (pool.free_pages, pool.counters.corrupt) == (9, 1)
+    pool.check_integrity()
+
+
+def test_a_reader_that_leaves_takes_its_pins_along():
+    pool = new_pool()
+    put(pool, 1)
+    pool.pin([key(1)], reader=1, now_s=0.0)
+    pool.pin([key(1)], reader=2, now_s=0.0)
+    assert pool.reader_gone(1) == 1
+    assert pool.open_pins == 1
+    pool.check_integrity()
+
+
+def test_a_miss_tells_whether_the_block_was_evicted():
+    pool = new_pool(ghost_keys=1)
+    put(pool, 1, 2)
+    assert pool.pin([key(1), key(2)], reader=1, now_s=0.0).gap is Gap.NONE
+    pool.reader_gone(1)
+    pool.evict(2)
+    assert pool.pin([key(1)], reader=1, now_s=0.0).gap is Gap.EVICTED
+    assert pool.pin([key(2)], reader=1, now_s=0.0).gap is Gap.MISS  # older than the ghosts
+    put(pool, 1)
+    assert pool.pin([key(1)], reader=1, now_s=0.0).gap is Gap.NONE
+
+
+def test_clear_forgets_everything_and_what_was_reserved_before_can_t_come_back():
+    pool = new_pool()
+    put(pool, 1, 2)
+    pin = pool.pin([key(1)], reader=1, now_s=0.0)
+    granted = grant_of(pool, 3)
+    assert pool.clear() == 2
+    assert (pool.live_blocks, len(pool.feed)) == (0, 0)
+    assert pool.commit([(granted.generation, TAGS)], writer=A, now_s=0.0) == [Commitment.EXPIRED]
+    put(pool, 1)
+    pool.check_integrity()
+    assert pool.unpin(pin.number, [], reader=1, now_s=0.0)
+    assert pool.free_pages == 9
+    pool.check_integrity()
+
+
+def test_an_answer_s_page_budget_cuts_a_run_but_never_to_nothing():
+    pool = new_pool()
+    put(pool, 1, 2, 3, size=2 * PAGE)
+    run = [key(1), key(2), key(3)]
+    assert [pool.within(run, pages) for pages in (1, 2, 3, 4, 6)] == [1, 1, 1, 2, 3]
+    assert pool.within([key(9)], 5) == 0
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any sequence of calls keeps the accounts, and a pinned block's pages are nobody else's."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = new_pool(pages=12, ghost_keys=4)
+        self.now_s = 0.0
+
+    generations, pins = Bundle("generations"), Bundle("pins")
+    writers = st.sampled_from([A, B])
+
+    @rule(
+        target=generations,
+        writer=writers,
+        items=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 500)), max_size=4),
+        evict=st.booleans(),
+    )
+    def reserve(self, writer, items, evict):
+        wanted = [(key(n), size) for n, size in items]
+        grants = self.pool.reserve(wanted, writer=writer, now_s=self.now_s, evict=evict)
+        return writer, [g.generation for g in grants if g.grant is Grant.RESERVED]
+
+    @rule(reserved=generations)
+    def commit(self, reserved):
+        writer, numbers = reserved
+        self.pool.commit([(n, TAGS) for n in numbers], writer=writer, now_s=self.now_s)
+
+    @rule(reserved=generations)
+    def abort(self, reserved):
+        self.pool.abort(reserved[1], writer=reserved[0])
+
+    @rule(target=pins, reader=st.integers(1, 2), numbers=st.lists(st.integers(0, 9), max_size=4))
+    def pin(self, reader, numbers):
+        return reader, self.pool.pin([key(n) for n in numbers], reader=reader, now_s=self.now_s)
+
+    @rule(pinned=pins, corrupt=st.lists(st.integers(0, 4), max_size=2))
+    def unpin(self, pinned, corrupt):
+        self.pool.unpin(pinned[1].number, corrupt, reader=pinned[0], now_s=self.now_s)
+
+    @rule(pinned=pins)
+    def renew(self, pinned):
+        self.pool.renew(pinned[1].number, reader=pinned[0], now_s=self.now_s)
+
+    @rule(seconds=st.sampled_from([1.0, LEASE_S, TTL_S]))
+    def pass_time(self, seconds):
+        self.now_s += seconds
+        self.pool.expire(self.now_s)
+
+    @rule(writer=writers, how=st.sampled_from(["quarantine", "writer_gone"]))
+    def lose_writer(self, writer, how):
+        getattr(self.pool, how)(writer)
+
+    @rule(writer=writers, reserved=generations)
+    def come_back(self, writer, reserved):
+        self.pool.reclaim(writer=writer, writing=reserved[1])
+
+    @rule(reader=st.integers(1, 2))
+    def lose_reader(self, reader):
+        self.pool.reader_gone(reader)
+
+    @rule(count=st.integers(0, 3))
+    def evict(self, count):
+        self.pool.evict(count)
+
+    @rule()
+    def clear(self):
+        self.pool.clear()
+
+    @invariant()
+    def accounts_hold(self):
+        self.pool.check_integrity()
+
+    def teardown(self):
+        for writer in (A, B):
+            self.pool.writer_gone(writer)
+        for reader in (1, 2):
+            self.pool.reader_gone(reader)
+        self.pool.clear()
+        assert self.pool.free_pages == 12
+        self.pool.check_integrity()
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_counters_start_at_nothing():
+    assert set(dataclasses.astuple(new_pool().counters)) == {0}
