@@ -49,7 +49,8 @@ class TorchRunner:
         vocabulary_size: int | None = None,
     ) -> None:
         """`vocabulary_size`: ids from it on are in no vocabulary table and never drawn."""
-        torch.set_num_threads(threads)
+        self._threads = threads
+        self._set_threads()
         self.spec, self.model_digest = spec, weights.digest
         self.blocks, self.block_tokens = blocks, block_tokens
         self._drawable = min(vocabulary_size or spec.vocab_size, spec.vocab_size)
@@ -91,6 +92,7 @@ class TorchRunner:
 
     def run(self, plan: StepPlan, samplers: Mapping[int, RequestSampler]) -> Sequence[Sampled]:
         """Compute the step. RowsFailed names the requests without a result and has the others'."""
+        self._set_threads()
         errors: dict[int, KimistackError] = {}
         rows = []
         for row in plan.rows:
@@ -110,6 +112,10 @@ class TorchRunner:
         if errors:
             raise RowsFailed(errors, sampled)
         return sampled
+
+    def _set_threads(self) -> None:
+        # OpenMP keeps the number per calling thread, and a new one starts with the machine's cores
+        torch.set_num_threads(self._threads)
 
     def _fault(self, row: Row) -> KimistackError | None:
         """Why a row cannot be computed at all. Bad numbers would read or write others' rows."""

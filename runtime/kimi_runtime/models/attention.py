@@ -84,8 +84,8 @@ class SpanAttention:
             peak = torch.maximum(best[active], peak)
             weights = torch.exp(scores.sub_(peak))
             shrink = torch.exp(best[active] - peak)
-            total[active] = total[active] * shrink + self._sum(weights)
-            out[active] = out[active] * shrink + self._mix(weights, rows)
+            total[active].mul_(shrink).add_(self._sum(weights))
+            out[active].mul_(shrink).add_(self._mix(weights, rows))
             best[active] = peak
         return (out / total).to(q.dtype)
 

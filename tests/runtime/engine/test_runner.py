@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -213,3 +215,12 @@ def test_logprobs_come_with_the_id_where_asked(runner):
     (sampled,) = runner.run(StepPlan((row,)), {0: sampler_of(prompt, sampling)})
     assert sampled.logprob.id == sampled.id == sampled.logprob.top[0][0]
     assert sampled.logprob.logprob == sampled.logprob.top[0][1] < 0
+
+
+def test_the_calling_thread_does_not_matter(runner):
+    prompt = random_ids(140, seed=9)
+    want = generate(runner, prompt, 6, blocks=(0, 1, 2))
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(generate, runner, prompt, 6, blocks=(3, 4, 5)).result(timeout=60)
+        assert pool.submit(torch.get_num_threads).result(timeout=60) == 1
+    assert got == want
