@@ -85,6 +85,20 @@ def copy_in(
     return written
 
 
+def check_store(
+    keys: Sequence[bytes], blocks: Sequence[memoryview], group_bytes: Sequence[int]
+) -> None:
+    """ValueError unless there is one block per key, each as large as the layer groups."""
+    if len(keys) != len(blocks):
+        raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+    size = sum(group_bytes)
+    for block in blocks:
+        if size and block.nbytes != size:
+            raise ValueError(f"a block of {block.nbytes} bytes for layer groups of {size}")
+        if not block.nbytes:
+            raise ValueError("a block has at least one byte")
+
+
 def _intact(key: bytes, block: memoryview, tags: Sequence[GroupTag], leaves: Leaves) -> bool:
     groups = [group.size for group in tags]
     if sum(groups) != block.nbytes:

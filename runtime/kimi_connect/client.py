@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
-from kimi_connect.blocks import copy_in, copy_out, flat
+from kimi_connect.blocks import check_store, copy_in, copy_out, flat
 from kimi_connect.tags import Leaves, numpy_leaves
 from kimi_connect.wire import Commitment, Gap, Grant, Op, Outcome
 
@@ -175,8 +175,7 @@ class ArenaClient:
         self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now."""
-        if len(keys) != len(blocks):
-            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+        check_store(keys, blocks, self._group_bytes)
         ends_s, done = _now_s() + deadline_s, 0
         with self._lock:
             while done < len(keys):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kimi_connect import payloads, wire
-from kimi_connect.blocks import CopiedOut, copy_in, copy_out, flat
+from kimi_connect.blocks import CopiedOut, check_store, copy_in, copy_out, flat
 from kimi_connect.wire import Commitment, Gap, Grant, Granted, GroupTag, Op, Outcome
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
@@ -132,10 +132,10 @@ class PoolClient:
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now.
 
-        Stops at the first block the pool has no room for. ValueError if the lengths differ.
+        Stops at the first block the pool has no room for. ValueError if the lengths differ or a
+        block is not as large as its layer groups.
         """
-        if len(keys) != len(blocks):
-            raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+        check_store(keys, blocks, self._group_bytes)
         ends_s = clock.now_s() + deadline_s
         done = 0
         try:

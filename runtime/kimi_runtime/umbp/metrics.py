@@ -17,7 +17,7 @@ from kimi_runtime.umbp.clients import Clients
 _PREFIX = "kimistack_umbp_"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PoolMetrics(Collector):
     """Collects from whatever `clients` returns; nothing while it returns None (starting)."""
 
