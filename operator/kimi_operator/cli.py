@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,7 @@ from kimi_operator.local.stack import Stack
 from kimi_operator.local.up import Front, StartFailed, effective_of, prepared
 from kimi_operator.local.up import supervise as run_supervisor
 from kimi_operator.settings import shared_memory, state_home
+from kimi_runtime.cli import app as runtime_app
 from kimi_runtime.errors import KimistackError
 
 app = typer.Typer(
@@ -167,13 +169,13 @@ def status(
     home, shm = state_home(), shared_memory()
     names = (the_one(home, shm, name),) if name else deployments(home)
     found = reports(home, shm, names)
+    if name is None:
+        found = tuple(report for report in found if report.phase != "down")
     if as_json:
         typer.echo(json.dumps([report.model_dump(mode="json") for report in found], indent=1))
     else:
         _show(found)
-    if any(report.phase not in ("ready", "down") for report in found) or (
-        name and found[0].phase != "ready"
-    ):
+    if any(report.phase != "ready" for report in found):
         raise typer.Exit(1)
 
 
@@ -245,11 +247,16 @@ def spec(
     typer.echo(resolved.as_text() if effective else resolved.as_written_text(), nl=False)
 
 
-def main() -> None:
+# The runtime's commands stand beside ours; they load torch only once they run.
+app.registered_commands += runtime_app.registered_commands
+app.registered_groups += runtime_app.registered_groups
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. A KimistackError is one line on stderr and its exit code."""
     try:
-        _with_runtime()()
-    except StartFailed as exc:
+        app(None if arguments is None else list(arguments))
+    except StartFailed as exc:  # its further lines are the end of a log
         typer.echo(f"kimistack: {exc}", err=True)
         sys.exit(exc.exit_code)
     except KimistackError as exc:
@@ -257,15 +264,6 @@ def main() -> None:
         sys.exit(exc.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _with_runtime() -> typer.Typer:
-    """Mount the runtime's commands beside ours; only when they are asked for is torch loaded."""
-    from kimi_runtime.cli import app as runtime_app
-
-    app.registered_commands += runtime_app.registered_commands
-    app.registered_groups += runtime_app.registered_groups
-    return app
 
 
 if __name__ == "__main__":

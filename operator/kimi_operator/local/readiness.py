@@ -33,6 +33,9 @@ async def probe(http: aiohttp.ClientSession, url: str) -> Answer:
 def _reason(body: bytes) -> str:
     """The message of an error body, or its plain text, on one line."""
     text = body.decode("utf-8", "replace")
-    with suppress(ValueError, TypeError, KeyError):  # what is no error body is shown as it is
-        text = str(json.loads(text)["error"]["message"])
+    with suppress(
+        ValueError, TypeError, KeyError, AttributeError
+    ):  # what is no error body is shown as it is
+        answer = json.loads(text)
+        text = str(answer.get("error", answer)["message"])
     return " ".join(text.split())[:200]

@@ -142,7 +142,12 @@ def test_files_survive_their_own_json():
         ({"router": {"apiKeysSecretRef": {"name": "a", "key": "b"}}}, "with --api-key-file"),
         ({"decode": {"replicas": 0}}, "spec.decode.replicas: at least 1"),
         (
-            {"decode": {"parallelism": {"tp": 2}, "gpu": {"perPod": 2}}},
+            {
+                "preset": None,
+                "model": {"source": "random"},
+                "decode": {"parallelism": {"tp": 2}},
+                "kvPool": {"enabled": False},
+            },
             "spec.decode.parallelism: a worker started here is one process, this takes 2",
         ),
     ],
