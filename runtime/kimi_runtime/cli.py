@@ -79,3 +79,7 @@ def _first(group: BaseExceptionGroup[KimistackError]) -> KimistackError:
     for error in group.exceptions:
         return _first(error) if isinstance(error, BaseExceptionGroup) else error
     raise AssertionError("an exception group is never empty")
+
+
+if __name__ == "__main__":
+    app()
