@@ -105,6 +105,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Workers and a router in front of them; ready when the block begins."""
     key_file = call_key_file(folder)
+    failure: Exception | None = None
     async with AsyncExitStack() as owned:
         workers = {
             part.name: await owned.enter_async_context(running_worker(part, key_file))
@@ -127,7 +128,12 @@ async def running_stack(
         url, router = await owned.enter_async_context(running_router(spec))
         if wait_ready:
             await until(lambda: router.readiness.obstacle is None and all_ready(router))
-        yield Stack(url, router, workers, key_file)
+        try:
+            yield Stack(url, router, workers, key_file)
+        except Exception as exc:
+            failure = exc
+    if failure is not None:
+        raise failure  # as it was, not in the groups of everybody who was open around it
 
 
 def all_ready(router: Router) -> bool:

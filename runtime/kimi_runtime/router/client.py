@@ -1,5 +1,6 @@
 """One worker's or pool daemon's HTTP face, as the router calls it: signed, bounded in time."""
 
+import io
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -125,7 +126,7 @@ class PeerClient:
             async with self._http.request(
                 method,
                 f"{self.url}{path}",
-                data=body or None,
+                data=io.BytesIO(body) if body else None,  # sent in pieces, not in one write
                 headers={HEADER: signed, **(headers or {})},
                 timeout=limits,
             ) as response:
