@@ -139,7 +139,8 @@ K8S_CURRENT = Capabilities(
 """A server of today, with KEDA and the Prometheus operator installed."""
 
 
-class InstanceId(NamedTuple):
+@dataclass(frozen=True, order=True)
+class InstanceId:
     """One instance: a StatefulSet of `parallelism.nodes` pods."""
 
     role: RoleName
@@ -171,6 +172,8 @@ class InstanceView:
     """Names of the nodes its pods are on."""
     terminating: bool = False
     """Deletion was asked for; its pods still count as GPUs in use."""
+    draining_since_s: float | None = None
+    """When the drain was asked for, as its pods' annotation says."""
 
     @property
     def ready(self) -> bool:
