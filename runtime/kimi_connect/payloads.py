@@ -32,12 +32,12 @@ _TAG = struct.Struct(f"<I{TAG_BYTES}s")
 
 
 def pack_keys(keys: "tuple[bytes, ...] | list[bytes]") -> bytes:
-    """PIN's and HELD's payload."""
+    """PIN's, HELD's and TOUCH's payload."""
     return U32.pack(len(keys)) + b"".join(keys)
 
 
 def unpack_keys(payload: bytes) -> "list[bytes]":
-    """PIN's and HELD's payload."""
+    """PIN's, HELD's and TOUCH's payload."""
     cursor = Cursor(payload)
     keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
     cursor.end()

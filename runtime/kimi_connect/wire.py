@@ -49,6 +49,7 @@ class Op(IntEnum):
     REPORT = 20
     COUNT = 21
     ERROR = 22
+    TOUCH = 23
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)

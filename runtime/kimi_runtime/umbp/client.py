@@ -122,6 +122,8 @@ class PoolClient:
             part = slice(done, done + KEYS_A_CALL)
             count, outcome = await self._load_part(keys[part], into[part], ends_s)
             done += count
+        if done > KEYS_A_CALL:
+            self._touch(keys[:done])
         self.blocks[Outcome.HIT] += done
         if outcome is not Outcome.HIT:
             self.blocks[outcome] += len(keys) - done
@@ -145,6 +147,7 @@ class PoolClient:
                 done += kept
                 if kept < asked or not asked:
                     break
+            self._touch(keys[:done])
         except (LinkLost, TimeoutError, wire.WireError):
             pass
         self.stored_blocks += done
@@ -275,6 +278,13 @@ class PoolClient:
         }
         run = next((n for n in range(len(grants)) if n not in kept), len(grants))
         return len(grants), run
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Keep the head of a chain warmer than what hangs on it."""
+        if self._link is not None and keys:
+            for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
+                part = list(keys[start : start + wire.MAX_KEYS])
+                self._link.tell(Op.TOUCH, payloads.pack_keys(part))
 
     async def _copy_in(
         self,

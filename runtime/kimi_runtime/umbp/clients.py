@@ -240,7 +240,7 @@ class Connection(asyncio.Protocol):
                 self._send(Op.COMMITTED, request, self._commit(payload))
             case Op.PIN:
                 self._send(Op.PINNED, request, self._pin(payload))
-            case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.REPORT:
+            case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.TOUCH | Op.REPORT:
                 self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
                 raise WireError(f"a client may not send {op.name}")
@@ -249,6 +249,8 @@ class Connection(asyncio.Protocol):
         now_s = clock.now_s()
         if op is Op.HELD:
             return self._pool.held(payloads.unpack_keys(payload))
+        if op is Op.TOUCH:
+            return self._pool.touch(payloads.unpack_keys(payload))
         if op is Op.RENEW:
             pin = payloads.unpack_number(payload)
             return int(self._pool.renew(pin, reader=self.number, now_s=now_s))

@@ -80,6 +80,18 @@ class Pool:
         """Length of the leading run of `keys` held. Renews nothing: probes must not feed LRU."""
         return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
 
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """Make the leading run of `keys` the warmest, its head most of all; the run's length.
+
+        A chain that was put in parts needs it: a part put later is warmer than the head it hangs
+        on, and without the head it is worth nothing.
+        """
+        run = keys[: self.held(keys)]
+        for key in reversed(run):
+            if key in self._idle:
+                self._idle.move_to_end(key)
+        return len(run)
+
     def within(self, keys: Sequence[bytes], pages: int) -> int:
         """Length of the leading run held here that takes at most `pages`, but at least one."""
         for position, key in enumerate(keys):

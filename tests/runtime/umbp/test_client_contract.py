@@ -168,14 +168,19 @@ async def test_storing_what_is_held_writes_nothing(client, daemon):
     assert daemon.clients.pool.counters.reserved == 5
 
 
-async def test_more_keys_than_fit_a_request_go_through(connect, daemon):
-    client, keys = await connect(daemon.spec.socket, group_bytes=()), keys_of(900)
-    assert await client.store(keys, blocks_of(keys, 100), deadline_s=SOON_S) == 900
-    pages = daemon.clients.pool.total_pages
-    assert await client.held(keys[-pages:]) == pages
-    into = targets(pages, 100)
-    assert await client.load(keys[-pages:], into, deadline_s=SOON_S) == (pages, Outcome.HIT)
-    assert into == blocks_of(keys[-pages:], 100)
+async def test_more_keys_than_fit_a_request_go_through_and_their_head_stays_warmest(
+    connect, tmp_path
+):
+    async with running(pool_spec(tmp_path, dram_bytes="8MiB")) as daemon:
+        client, keys = await connect(daemon.spec.socket, group_bytes=()), keys_of(1500)
+        assert await client.store(keys, blocks_of(keys, 100), deadline_s=SOON_S) == 1500
+        assert await client.held(keys) == 1500
+        into = targets(1500, 100)
+        assert await client.load(keys, into, deadline_s=SOON_S) == (1500, Outcome.HIT)
+        assert into == blocks_of(keys, 100)
+        await client.store(keys, blocks_of(keys, 100), deadline_s=SOON_S)
+        assert await client.held(keys) == 1500
+        assert daemon.tier.evict(500) == keys[:999:-1]
 
 
 async def test_a_block_that_is_not_its_layer_groups_is_a_caller_s_error(client, daemon):

@@ -132,6 +132,14 @@ def test_a_prefix_is_evicted_from_its_end():
     assert pool.evict(9) == [key(2), key(1)]
 
 
+def test_a_chain_put_in_parts_is_evicted_from_its_end_once_touched():
+    pool = new_pool(pages=4)
+    put(pool, 1, 2)
+    put(pool, 3, 4)
+    assert pool.touch([key(n) for n in (1, 2, 3, 4, 5)]) == 4
+    assert pool.evict(4) == [key(4), key(3), key(2), key(1)]
+
+
 def test_probes_do_not_keep_blocks_warm():
     pool = new_pool(pages=2)
     put(pool, 1)
