@@ -54,11 +54,11 @@ class Run:
 
 
 def model_of(
-    spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+    spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> tuple[K2Model, dict[str, Tensor]]:
     """A model with random weights in `dtype`, and those weights (the router's bias stays fp32)."""
     tensors = {
-        name: tensor if name.endswith("bias") else tensor.to(dtype)
+        name: tensor.to(device, torch.float32 if name.endswith("bias") else dtype)
         for name, tensor in random_weights(spec, seed).tensors.items()
     }
     return K2Model(spec, tensors, block_tokens=BLOCK_TOKENS), tensors
@@ -67,7 +67,7 @@ def model_of(
 def cache_of(model: K2Model, blocks: int, *, fill: float = 0.0) -> KvCache:
     """A cache whose every element is `fill`: NaN shows any read of what was never written."""
     shape = (blocks, model.spec.layers, BLOCK_TOKENS, model.spec.kv_row_dim)
-    return KvCache(torch.full(shape, fill, dtype=model.dtype))
+    return KvCache(torch.full(shape, fill, dtype=model.dtype, device=model.device))
 
 
 def all_logits(model: K2Model, ids: Sequence[int]) -> Tensor:
@@ -76,7 +76,9 @@ def all_logits(model: K2Model, ids: Sequence[int]) -> Tensor:
     cache = cache_of(model, blocks, fill=torch.nan)
     run: TokenRun = Run(0, tuple(ids), tuple(range(blocks)))
     step = model.step_builder(cache).build([run], padded_rows(len(ids)))
-    return model.forward(dataclasses.replace(step, sampled=torch.arange(len(ids))), cache)
+    return model.forward(
+        dataclasses.replace(step, sampled=torch.arange(len(ids), device=model.device)), cache
+    )
 
 
 def random_ids(count: int, seed: int, vocab: int = 320) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ class KvCache:
         self.blocks, self.layers, self.block_tokens, self.row_dim = pool.shape
         self._rows = pool.view(-1, self.row_dim)
         self._pages = pool.view(self.blocks * self.layers, self.block_tokens * self.row_dim)
+        self._scratch = self._pages.new_empty((0, self._pages.shape[1]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -30,9 +31,13 @@ class KvCache:
         self._rows.index_copy_(0, first_slots + layer * self.block_tokens, rows)
 
     def read(self, layer: int, blocks: Tensor, rows: int) -> Tensor:
-        """One layer's rows of block lists: blocks [G * n] int64 -> [G, rows, row_dim], a copy.
+        """One layer's rows of block lists: blocks [G * n] int64 -> [G, rows, row_dim].
 
-        `rows` is n * block_tokens.
+        `rows` is n * block_tokens. The result is a copy that the next call overwrites: fresh memory
+        for every span costs more in page faults than the copying.
         """
-        pages = self._pages.index_select(0, blocks * self.layers + layer)
+        if len(self._scratch) < len(blocks):
+            self._scratch = self._pages.new_empty((len(blocks), self._pages.shape[1]))
+        pages = self._scratch[: len(blocks)]
+        torch.index_select(self._pages, 0, blocks * self.layers + layer, out=pages)
         return pages.view(-1, rows, self.row_dim)

@@ -172,3 +172,12 @@ def test_two_threads_keep_the_promise():
         play(model, ([300, 17, 129], cuts, random.Random(5)))
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that PyTorch can use")
+def test_a_gpu_keeps_the_promise():
+    model = model_of(tiny_spec(), device="cuda")[0]
+    for seed in range(20):
+        cuts = [[100, 299, 300], [17], [64, 128, 129], [1, 2, 3, 250], [256, 257, 330]]
+        play(model, ([300, 17, 129, 250, 330], cuts, random.Random(seed)))
