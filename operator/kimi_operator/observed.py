@@ -13,6 +13,16 @@ from kimi_operator.api.roles import RoleName
 Manifest = dict[str, Any]
 """An object of the API as plain data, with the names of the YAML."""
 
+DEPLOYMENT_LABEL = "kimistack.dev/deployment"
+OWNER_UID_LABEL = "kimistack.dev/owner-uid"
+ROLE_LABEL = "kimistack.dev/role"
+REVISION_LABEL = "kimistack.dev/revision"
+INSTANCE_LABEL = "kimistack.dev/instance"
+DRAINING_LABEL = "kimistack.dev/draining"
+"""On pods the router must not plan onto any more; the value is "true"."""
+DRAINING_SINCE = "kimistack.dev/draining-since"
+"""Annotation beside it: when the drain was asked for, in seconds since the epoch."""
+
 
 class ObjectKey(NamedTuple):
     """What makes an object the same object. `namespace` is empty for a cluster-wide kind."""

@@ -133,3 +133,25 @@ class ProtocolError(KimistackError):
 
     status = 400
     type = "invalid_request_error"
+
+
+class ClusterError(KimistackError):
+    """The Kubernetes API did not do what was asked. `code` is the HTTP status, 0 for none."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, code: int = 0, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.code, self.retry_after_s = code, retry_after_s
+
+
+class ClusterBusy(ClusterError):
+    """It cannot be reached, is overloaded or failed (429, 5xx): the same request may pass later."""
+
+
+class ClusterConflict(ClusterError):
+    """Something else was written in between, or another manager owns the field (409)."""
+
+
+class ClusterRefused(ClusterError):
+    """The request itself is refused (400, 403, 422): asking again changes nothing."""
