@@ -20,7 +20,13 @@ def state_home() -> Path:
 
 
 def shared_memory() -> Path:
-    """Where files live in memory: /dev/shm, else the folder for temporary files."""
+    """Where files live in memory: KIMISTACK_SHM, else /dev/shm, else the temporary folder.
+
+    A container's /dev/shm is often 64 MiB; the variable names a larger one.
+    """
+    own = os.environ.get("KIMISTACK_SHM")
+    if own:
+        return Path(own).absolute()
     shm = Path("/dev/shm")
     return (
         shm if shm.is_dir() and os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

@@ -24,7 +24,7 @@ from kimi_runtime.spec.worker import Role as WorkerRole
 
 Kind = Literal["umbp", "worker", "router"]
 LOCAL_HOST = "127.0.0.1"
-PROCESS_BYTES = 400 * 2**20
+PROCESS_BYTES = 600 * 2**20
 """Resident size of a worker before weights and KV, measured with torch's CPU build."""
 POOL = "umbp-0"
 ROUTER = "router-0"
@@ -164,7 +164,7 @@ def _check_memory(spec: DeploymentSpec, machine: Machine) -> None:
             need=f"{_gib(kv + pool)} ({_gib(kv)} of KV, {_gib(pool)} of pool)",
             have=f"{_gib(machine.shm_bytes)} free",
             where=machine.shm_path,
-            fix=fix,
+            fix=f"{fix}; or name a larger memory file system in KIMISTACK_SHM",
         )
 
 

@@ -63,6 +63,8 @@ def prepared(effective: Effective, home: Path, shm: Path, front: Front) -> Itera
     Raises ConfigError (it runs already, a port is in use, a file is missing), CapacityError.
     """
     name = effective.deployment.name
+    if not shm.is_dir():
+        raise ConfigError(f"KIMISTACK_SHM: there is no folder {shm}")
     folders = Folders(home, shm, name)
     lock = folders.lock()
     if lock is None:

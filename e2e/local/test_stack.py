@@ -1,0 +1,221 @@
+"""`kimistack up` for real: every process, one small model, requests over HTTP."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_operator.local.machine import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+            "required": ["unit"],
+        },
+    },
+}
+
+
+ALONE = """
+apiVersion: kimistack.dev/v1alpha1
+kind: KimiDeployment
+metadata: {name: alone}
+spec: {preset: kimi-nano/cpu, decode: {}, kvPool: {enabled: false}}
+"""
+
+
+class Stack:
+    """The command line with a state folder of its own, and the API it serves."""
+
+    def __init__(self, home: Path, port: int) -> None:
+        paths = f"{ROOT / 'operator'}:{ROOT / 'runtime'}"
+        self.env = {**os.environ, "KIMISTACK_HOME": str(home), "PYTHONPATH": paths}
+        self.port = port
+        self.home = home
+        self.said = ""
+
+    def command(
+        self, *arguments: str, within_s: float = START_S
+    ) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "kimi_operator.cli", *arguments],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+        )
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        found = json.loads(self.command("status", "--json").stdout)
+        return {line["process"]: line for report in found for line in report["processes"]}
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return refused.code, json.load(refused)
+
+    def chat(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        body = {"model": "kimi-nano", "messages": messages, "max_tokens": 24, "temperature": 0}
+        status, answer = self.post("/v1/chat/completions", {**body, **more})
+        assert status == 200, answer
+        return answer
+
+    def metric(self, process: str, name: str) -> float:
+        port = self.processes()[process]["port"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The packaged example, up and detached."""
+    made = Stack(tmp_path_factory.mktemp("home"), free_ports("127.0.0.1", 1)[0])
+    started = made.command("up", "--detach", "--port", str(made.port))
+    try:
+        assert started.returncode == 0, started.stderr
+        assert f"http://127.0.0.1:{made.port}/v1" in started.stdout
+        made.said = started.stdout
+        yield made
+    finally:
+        made.command("down")
+
+
+def test_every_process_is_ready(stack: Stack):
+    processes = stack.processes()
+    assert list(processes) == ["umbp-0", "prefill-0", "decode-0", "router-0"]
+    assert all(line["ready"] and line["restarts"] == 0 for line in processes.values())
+
+
+def test_the_printed_curl_line_works(stack: Stack):
+    (line,) = (line for line in stack.said.splitlines() if line.startswith("curl "))
+    answer = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_second_up_says_that_it_runs(stack: Stack):
+    again = stack.command("up", "--port", str(stack.port))
+    assert (again.returncode, len(again.stderr.splitlines())) == (2, 1)
+    assert "already running" in again.stderr
+
+
+def test_the_next_turn_finds_the_one_before_it(stack: Stack):
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You answer in one short sentence. " * 20},
+        {"role": "user", "content": "What is the weather?"},
+    ]
+    first = stack.chat(messages, tools=[TOOL], tool_choice="required")
+    (call,) = first["choices"][0]["message"]["tool_calls"][:1]
+    assert json.loads(call["function"]["arguments"])["unit"] in ("celsius", "fahrenheit")
+    messages += [
+        first["choices"][0]["message"],
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"},
+    ]
+    second = stack.chat(messages, tools=[TOOL])
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_prefill_and_decode_are_different_workers(stack: Stack):
+    stack.chat([{"role": "user", "content": "Who computes this?"}])
+    assert stack.metric("prefill-0", 'kimistack_worker_finished_total{how="handed_off"}') > 0
+    assert stack.metric("decode-0", "kimistack_worker_hand_offs_taken_total") > 0
+
+
+def test_one_worker_without_cache_says_the_same(stack: Stack, tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    alone = Stack(tmp_path / "home", port)
+    (tmp_path / "alone.yaml").write_text(ALONE)
+    prompts = ["Hello", "List the files of this folder. " * 30]
+    try:
+        up = alone.command(
+            "up", "--detach", "-f", str(tmp_path / "alone.yaml"), "--port", str(port)
+        )
+        assert up.returncode == 0, up.stderr
+        for prompt in [*prompts, prompts[1]]:  # the last time from the stack's cache
+            messages = [{"role": "user", "content": prompt}]
+            both = [each.chat(messages)["choices"][0]["message"] for each in (stack, alone)]
+            assert both[0] == both[1]
+    finally:
+        alone.command("down")
+
+
+def test_a_killed_worker_is_restarted_and_served_again(stack: Stack):
+    killed = stack.processes()["decode-0"]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    log = stack.home / "kimi-nano" / "logs" / "supervisor.log"
+    _read_until(log, r'"kind":"ready","process":"decode-0"', count=2)
+    assert stack.processes()["decode-0"]["restarts"] == 1
+    assert stack.chat([{"role": "user", "content": "Still there?"}])["choices"]
+
+
+def _read_until(log: Path, pattern: str, count: int) -> None:
+    """Follow a log until the pattern was written so often."""
+    follower = subprocess.Popen(["tail", "-n", "+1", "-F", log], stdout=subprocess.PIPE, text=True)
+    try:
+        assert follower.stdout is not None
+        for line in follower.stdout:
+            count -= bool(re.search(pattern, line))
+            if count == 0:
+                return
+    finally:
+        follower.kill()
+        follower.wait()
+        assert follower.stdout is not None
+        follower.stdout.close()
+
+
+def test_ctrl_c_ends_a_stack_in_the_foreground_and_leaves_nothing(tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    own = Stack(tmp_path / "home", port)
+    foreground = subprocess.Popen(
+        [sys.executable, "-m", "kimi_operator.cli", "up", "--port", str(port)],
+        env=own.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert foreground.stdout is not None
+    for line in foreground.stdout:
+        if line.startswith("stop it with: Ctrl-C"):
+            break
+    pids = [line["pid"] for line in own.processes().values()]
+    foreground.send_signal(signal.SIGINT)
+    foreground.communicate(timeout=60)
+    assert foreground.returncode == 0
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert json.loads(own.command("status", "--json").stdout) == []
+
+
+def test_down_stops_everything_and_can_be_said_twice(tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    own = Stack(tmp_path / "home", port)
+    assert own.command("up", "--detach", "--port", str(port)).returncode == 0
+    pids = [line["pid"] for line in own.processes().values()]
+    shared = json.loads((tmp_path / "home" / "kimi-nano" / "state.json").read_text())["run_dir"]
+    assert own.command("down").stdout == "kimi-nano is stopped\n"
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert not Path(shared).exists()
+    assert own.command("down").stdout == "kimi-nano was not running\n"
