@@ -2,8 +2,8 @@
 
     python benchmarks/engine.py [--threads 1] [--seconds 2] [--config config.json]
 
-Prints one Markdown table. Each line repeats one step until `--seconds` have passed. Wall time is what
-a client sees; processor time, over all threads, is what is left of it on a machine others use too.
+Prints one Markdown table. Each line repeats one step until `--seconds` have passed. Wall time is
+what a client sees; processor time, over all threads, is steadier on a machine that others use too.
 """
 
 import argparse

@@ -154,7 +154,6 @@ def test_the_counter_s_numbers_are_uniform_and_fixed():
     assert numbers.max() < 1.0
     counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
     assert ((counts - 200) ** 2 / 200).sum() < 9 + 5 * np.sqrt(18)
-    assert uniform(1, 2) == UNIFORM_1_2
     assert len(set(numbers)) == len(numbers)
     assert uniform(1, 2) == UNIFORM_1_2
 
