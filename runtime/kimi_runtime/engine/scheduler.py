@@ -282,9 +282,9 @@ class Scheduler:
         return False
 
     def _preempt_after(self, request: Request, draft: _Draft) -> bool:
-        """Preempt the running request of the highest rank, if that is above `request`'s."""
+        """Preempt the running request of the highest rank, unless it is `request` itself."""
         last = max(self._running.values(), key=_order, default=request)
-        if _order(last) <= _order(request):
+        if last is request:
             return False
         self._preempt(last, draft)
         return True

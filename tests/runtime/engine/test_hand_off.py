@@ -3,16 +3,24 @@
 import asyncio
 import dataclasses
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hash_engine import BLOCK_TOKENS, Running, Setup, hash_engine, request
+from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.freed import Freed
+from kimi_runtime.engine.handoff import HandOffs, KvGeometry
+from kimi_runtime.engine.request import KeyChain, Request
 from kimi_runtime.errors import DeadlineExceeded
 from kimi_runtime.spec.request import FinishReason, GenerateRequest, HandOff, KvPlan
 from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport, Fault
 from kimi_runtime.transfer.loopback import Fabric, LoopbackTransport
+from kimi_runtime.transfer.memory import private_memory
+from kimi_runtime.umbp.feed import FeedLog
 from memory_pool import MemoryPool
 
 BLOCK_BYTES = BLOCK_TOKENS * 16
@@ -108,6 +116,18 @@ async def test_pulled_blocks_serve_the_next_turn():
         assert second.ids == await alone(turn)
         assert second.usage.hbm_tokens == 28
         assert second.usage.computed_tokens == 1
+
+
+async def test_a_prompt_offered_again_has_the_tags_of_its_blocks_as_they_are_now():
+    ids = prompt(1, 23)
+    async with Pair() as pair:
+        first = await pair.offer(ids)
+        await pair.prefill.engine.release(first.ticket)
+        for seed in range(2, 5):
+            await pair.prefill.generate(request(prompt(seed, 30), 1))
+        answer = await pair.decode.generate(taking(ids, await pair.offer(ids)))
+        assert answer.usage.hand_off_tokens == 22
+        assert pair.decode.engine.counters().hand_off_failures == {}
 
 
 CHAOS = st.fixed_dictionaries(
@@ -215,6 +235,15 @@ async def test_a_hand_off_of_another_prompt_gives_only_what_is_shared():
         assert pair.decode.engine.counters().hand_off_failures == {"keys": 1}
 
 
+async def test_the_tail_of_a_longer_prompt_is_not_read():
+    ids = prompt(1, 23)
+    async with Pair() as pair:
+        answer = await pair.decode.generate(taking(ids[:22], await pair.offer(ids)))
+        assert answer.ids == await alone(ids[:22])
+        assert answer.usage.hand_off_bytes == 5 * BLOCK_BYTES
+        assert pair.decode.engine.counters().hand_off_failures == {"keys": 1}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -272,9 +301,61 @@ async def test_pins_leave_room_for_others_as_soon_as_they_end():
         assert (await waits).ids == await alone(prompt(2, 20), 3)
 
 
+async def test_a_client_that_leaves_wakes_those_who_waited_for_its_blocks():
+    setup = Setup(blocks=8, transport=LoopbackTransport("p", Fabric()))
+    async with hash_engine(setup) as engine, asyncio.TaskGroup() as tasks:
+        await engine.generate(offering(prompt(1, 20)))
+        stuck = tasks.create_task(engine.generate(request(prompt(2, 24), 3)))
+        while engine.engine.load().free_blocks:
+            await asyncio.sleep(0.001)
+        waits = tasks.create_task(engine.generate(request(prompt(3, 5), 3)))
+        while not engine.engine.load().waiting:
+            await asyncio.sleep(0.001)
+        stuck.cancel()
+        assert (await waits).ids == await alone(prompt(3, 5), 3)
+
+
+async def test_an_offer_that_is_cancelled_pins_nothing():
+    entered, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    memory = memoryview(bytearray(64))
+
+    def view(block: int) -> memoryview:
+        loop.call_soon_threadsafe(entered.set)
+        assert go_on.wait(20)
+        return memory
+
+    blocks = KvBlocks(4, FeedLog("w", epoch=1, tier="hbm", block_tokens=4))
+    link = LoopbackTransport("p", Fabric())
+    hand_offs = HandOffs(
+        "w",
+        link.register(private_memory(256)),
+        KvGeometry("layout", 4, (64,)),
+        blocks,
+        view,
+        EngineCounters(),
+        lease_s=30.0,
+        release_url=str,
+        freed=Freed(),
+    )
+    taken = blocks.allocate(1)
+    assert taken is not None
+    asked = Request(1, [1, 2, 3], KeyChain(b"k", b"r", 4), 0.0, blocks=taken, computed=3)
+    async with asyncio.TaskGroup() as tasks:
+        offering_it = tasks.create_task(hand_offs.offer(asked))
+        await entered.wait()
+        assert hand_offs.holders() == [(taken[0],)]
+        offering_it.cancel()
+        await asyncio.wait({offering_it})
+        go_on.set()
+    assert hand_offs.holders() == []
+    blocks.check_integrity([taken])
+
+
 async def test_a_client_that_leaves_during_the_pull_frees_the_blocks():
     ids = prompt(1, 23)
     async with Pair(ChaosPlan(drop=1.0), deadline_s=20.0) as pair:
+        await pair.decode.generate(request(ids[:9], 1))
         hand_off = await pair.offer(ids)
         async with asyncio.TaskGroup() as tasks:
             pulling = tasks.create_task(pair.decode.generate(taking(ids, hand_off)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hash_runner import HashRunner
 from kimi_runtime.engine.blocks import KvBlocks
-from kimi_runtime.engine.plan import StepPlan
+from kimi_runtime.engine.plan import Row, StepPlan
 from kimi_runtime.engine.request import KeyChain, Request, rank_of
 from kimi_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from kimi_runtime.errors import CapacityError, Overloaded, RequestError
@@ -43,6 +43,7 @@ class Bench:
         *,
         arrived_s: float = 0.0,
         priority: Priority = Priority.INTERACTIVE,
+        fetched: bool = False,
     ) -> Request:
         self._number += 1
         limits = self.scheduler.limits
@@ -55,9 +56,23 @@ class Bench:
             samples=outputs > 0,
         )
         self.scheduler.check(len(prompt), outputs)
+        if fetched:
+            self.fetch(request)
         self.scheduler.add(request)
         self.open[request.number] = request, outputs
         return request
+
+    def fetch(self, request: Request) -> None:
+        """As a hand-off does: all KV but the last token's, the end of it in a private block."""
+        count = len(request.tokens) - request.samples
+        blocks = self.blocks.allocate(-(-count // self.scheduler.limits.block_tokens))
+        if not count or blocks is None:
+            return
+        row = Row(0, 0, tuple(request.tokens[:count]), tuple(blocks), sample=False)
+        self.runner.run(StepPlan((row,)), {})
+        for index, key in enumerate(request.reusable_keys):
+            blocks[index] = self.blocks.seal(blocks[index], key)
+        request.blocks, request.computed = blocks, count
 
     def step(self) -> StepPlan:
         plan = self.scheduler.plan()
@@ -97,7 +112,9 @@ class Bench:
             if not self.open:
                 assert self.blocks.available == self.blocks.total
                 return self.outputs
-            assert self.step().rows, "requests are open and nothing is planned"
+            before = len(self.open)
+            rows = self.step().rows
+            assert rows or len(self.open) < before, "requests are open and nothing happens"
         raise AssertionError(f"{len(self.open)} requests open after {within_steps} steps")
 
 
@@ -119,7 +136,13 @@ PROMPTS = st.builds(
     st.integers(1, 40),
 )
 WORK = st.lists(
-    st.tuples(PROMPTS, st.integers(0, 12), st.sampled_from(Priority), st.integers(0, 6)),
+    st.tuples(
+        PROMPTS,
+        st.integers(0, 12),
+        st.sampled_from(Priority),
+        st.integers(0, 6),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -136,8 +159,8 @@ def test_everybody_ends_with_the_ids_it_gets_alone(work, blocks, step_tokens, ma
     limits = dataclasses.replace(LIMITS, step_tokens=step_tokens, max_running=max_running)
     bench = Bench(blocks, limits)
     wanted = {}
-    for now, (ids, outputs, priority, steps) in enumerate(work):
-        request = bench.add(ids, outputs, arrived_s=float(now), priority=priority)
+    for now, (ids, outputs, priority, steps, fetched) in enumerate(work):
+        request = bench.add(ids, outputs, arrived_s=float(now), priority=priority, fetched=fetched)
         wanted[request.number] = alone(ids, outputs)
         for _ in range(steps):
             bench.step()
@@ -149,8 +172,8 @@ def test_everybody_ends_with_the_ids_it_gets_alone(work, blocks, step_tokens, ma
 def test_leaving_at_any_moment_gives_everything_back_and_disturbs_nobody(work, data):
     bench = Bench(13)
     wanted = {}
-    for now, (ids, outputs, priority, _) in enumerate(work):
-        request = bench.add(ids, outputs, arrived_s=float(now), priority=priority)
+    for now, (ids, outputs, priority, _, fetched) in enumerate(work):
+        request = bench.add(ids, outputs, arrived_s=float(now), priority=priority, fetched=fetched)
         wanted[request.number] = alone(ids, outputs)
     for _ in range(data.draw(st.integers(0, 6))):
         if not bench.open:
@@ -246,6 +269,26 @@ def test_blocks_pinned_by_others_delay_and_do_not_hang():
     bench.pins = []
     bench.blocks.release(pinned[1:])
     bench.finish()
+
+
+def test_blocks_fetched_for_the_queue_never_block_those_that_run():
+    bench = Bench(blocks=8)
+    running = bench.add(prompt(1, 12), 12, arrived_s=1)
+    bench.step()
+    waiting = bench.add(prompt(2, 18), 1, arrived_s=0, fetched=True)
+    assert len(waiting.blocks) == 5
+    outputs = bench.finish()
+    assert outputs[running.number] == alone(prompt(1, 12), 12)
+    assert outputs[waiting.number] == alone(prompt(2, 18), 1)
+
+
+def test_blocks_fetched_for_a_later_request_never_block_an_earlier_one():
+    bench = Bench(blocks=8)
+    later = bench.add(prompt(2, 18), 1, arrived_s=1, fetched=True)
+    earlier = bench.add(prompt(1, 24), 1, arrived_s=0)
+    bench.step()
+    assert bench.plans[0].rows[0].request == earlier.number
+    assert bench.finish()[later.number] == alone(prompt(2, 18), 1)
 
 
 def test_a_failed_row_ends_its_request_alone():
