@@ -184,6 +184,8 @@ class InstanceView:
     """Deletion was asked for; its pods still count as GPUs in use."""
     draining_since_s: float | None = None
     """When the drain was asked for, as its pods' annotation says."""
+    unready_since_s: float | None = None
+    """When the first of its pods stopped being ready; None while ready or never seen ready."""
 
     @property
     def ready(self) -> bool:
@@ -204,6 +206,10 @@ class Signals:
     kv_use: float | None = None
     transfer_backlog_s: float | None = None
     at_s: float | None = None
+    waiting_requests: float | None = None
+    """Requests that no worker has taken yet, those parked while no worker runs included."""
+    waiting_tokens: float | None = None
+    """Prompt tokens of these requests."""
 
 
 @dataclass(frozen=True)

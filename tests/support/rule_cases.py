@@ -98,9 +98,9 @@ CASES = (
         _decode(scaling={"mode": "Managed", "min": 4, "max": 4}),
     ),
     RuleCase(
-        "min: 0 is possible",
+        "min: 0 is not possible",
+        _decode(scaling={"mode": "Static", "min": 0}),
         _decode(scaling={"mode": "Managed", "min": 0, "max": 4}),
-        _decode(scaling={"mode": "External", "min": 0}),
     ),
     RuleCase(
         "max is needed",

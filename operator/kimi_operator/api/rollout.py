@@ -28,6 +28,21 @@ class Rollout(ApiModel):
         0, description="How long an instance must be ready before it counts."
     )
     paused: bool = Field(False, description="Finish the running step, then wait.")
+    canary: PositiveInt | None = Field(
+        None,
+        description="Instances of each role that get the new revision; the rollout then waits "
+        "until this is raised or removed.",
+    )
+    to_revision: Annotated[str, Field(pattern="^[0-9a-f]{6}$")] | None = Field(
+        None,
+        description="A kept revision to run instead of what the spec asks for: to abort a rollout, "
+        "or to undo one. Remove it to go forward again.",
+    )
+    allow_outage: bool = Field(
+        False,
+        description="Where nothing can be replaced without taking everything down (one instance, "
+        "no surge, no worker that does both roles): take it down.",
+    )
     on_failure: Literal["Pause", "Rollback"] = Field(
         "Pause", description="What follows a step that failed."
     )

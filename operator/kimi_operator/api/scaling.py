@@ -78,7 +78,9 @@ class Scaling(ApiModel):
         description="Static: `replicas` of the role. External: the `/scale` of its KimiWorkers. "
         "Managed: the operator's planner.",
     )
-    min: NonNegativeInt = Field(1, description="Never fewer; 0 with External only.")
+    min: NonNegativeInt = Field(
+        1, description="Never fewer; 0 (not with Static): none while nothing is asked."
+    )
     max: PositiveInt | None = Field(None, description="Never more.")
     external: External | None = Field(None, description="Details of mode External.")
     targets: LatencyTargets | None = Field(None, description="What mode Managed keeps.")
@@ -100,10 +102,9 @@ class Scaling(ApiModel):
             field="min",
         ),
         Rule(
-            "min: 0 is possible with mode External only, since a role that never has an instance "
-            "cannot be measured",
-            lambda m: m.min > 0 or m.mode == "External",
-            implies(f"{value_or('self.min', '1')} == 0", "self.mode == 'External'"),
+            "min: 0 is not possible with mode Static: there, write replicas: 0",
+            lambda m: m.min > 0 or m.mode != "Static",
+            implies(f"{value_or('self.min', '1')} == 0", "self.mode != 'Static'"),
             field="min",
         ),
         Rule(
