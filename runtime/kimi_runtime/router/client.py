@@ -5,9 +5,11 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import NoReturn, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
+from yarl import URL
 
 from kimi_runtime import clock
 from kimi_runtime.auth import HEADER, NONCE_BYTES, sign
@@ -58,7 +60,8 @@ class PeerClient:
     async def release(self, ticket: str) -> None:
         """`POST /handoff/{ticket}/release`: the hand-off's blocks are free again."""
         limits = aiohttp.ClientTimeout(total=RELEASE_S, connect=CONNECT_S)
-        async with self._call("POST", f"/handoff/{ticket}/release", b"", limits) as response:
+        path = f"/handoff/{quote(ticket, safe='')}/release"
+        async with self._call("POST", path, b"", limits) as response:
             await response.read()
 
     async def generate(
@@ -125,7 +128,7 @@ class PeerClient:
         try:
             async with self._http.request(
                 method,
-                f"{self.url}{path}",
+                URL(f"{self.url}{path}", encoded=True),  # as it was signed
                 data=io.BytesIO(body) if body else None,  # sent in pieces, not in one write
                 headers={HEADER: signed, **(headers or {})},
                 timeout=limits,

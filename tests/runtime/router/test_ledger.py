@@ -103,11 +103,7 @@ def test_a_lost_worker_has_no_certain_load():
     assert not book.loads(["w"], now_s=0.0)["w"].certain
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.booleans()), max_size=60
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.booleans()), max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_entries_are_conserved(steps):
     book, live = ledger(), set()

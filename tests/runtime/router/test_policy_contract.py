@@ -189,9 +189,7 @@ def test_without_prefill_workers_a_capable_decode_worker_serves_alone(policy):
     plan = policy.choose(CHAT, [prefill, decode], now_s=0.0)
     assert (plan.mode, plan.workers) == (Mode.EXTEND, ("d",))
     with pytest.raises(Unavailable, match=r"p is not ready; d has no prefill worker"):
-        policy.choose(
-            CHAT, [prefill, dataclasses.replace(decode, roles=(Role.DECODE,))], now_s=0.0
-        )
+        policy.choose(CHAT, [prefill, dataclasses.replace(decode, roles=(Role.DECODE,))], now_s=0.0)
 
 
 def test_with_nobody_there_the_error_says_so(policy):

@@ -22,9 +22,7 @@ FIRST = Chat(
 
 
 def sessions(**limits):
-    return Sessions(
-        VOCABULARY, POOL_KEY, **({"max_sessions": 100, "max_ids": 1_000_000} | limits)
-    )
+    return Sessions(VOCABULARY, POOL_KEY, **({"max_sessions": 100, "max_ids": 1_000_000} | limits))
 
 
 def spelled_badly(text):
@@ -130,9 +128,7 @@ def test_tenants_share_nothing():
 def test_a_shared_system_prompt_is_no_shared_session():
     store = sessions()
     serve(store, FIRST, [*spelled_badly("Noon."), END])
-    other = dataclasses.replace(
-        FIRST, messages=(FIRST.messages[0], Message("user", "Where am I?"))
-    )
+    other = dataclasses.replace(FIRST, messages=(FIRST.messages[0], Message("user", "Where am I?")))
     turn = store.begin("t", None, CODEC.render(other))
     assert turn.kept_tokens > 0
     assert not turn.continues

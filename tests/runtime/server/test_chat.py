@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 import aiohttp
 import openai
 import pytest
-from scripted_stack import MODEL, VOCABULARY, Part, ids_of, running_stack, until
 
 from kimi_runtime.engine.adapters.scripted import Pace
 from kimi_runtime.engine.adapters.scripts import Reply
 from kimi_runtime.spec.request import FinishReason
 from kimi_runtime.spec.worker import Role
+from scripted_stack import MODEL, VOCABULARY, Part, ids_of, running_stack, until
 
 TOOLS = [
     {
@@ -45,9 +45,7 @@ async def client_of(folder, script, **options):
     parts = [Part("w", script)] if callable(script) else script
     async with (
         running_stack(folder, parts, **options) as stack,
-        openai.AsyncOpenAI(
-            base_url=f"{stack.url}/v1", api_key="unused", max_retries=0
-        ) as client,
+        openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0) as client,
     ):
         yield client, stack
 
@@ -84,7 +82,9 @@ async def test_a_stream_says_the_same_and_gives_usage_twice(tmp_path):
 
 
 async def test_three_turns_with_a_tool_call_hit_the_cache_and_split_prefill_from_decode(tmp_path):
-    replies = iter([CALL, "</think>It is cold in Oslo.<|im_end|>", "</think>You are welcome.<|im_end|>"])
+    replies = iter(
+        [CALL, "</think>It is cold in Oslo.<|im_end|>", "</think>You are welcome.<|im_end|>"]
+    )
     answers = {}
 
     def script(request):
