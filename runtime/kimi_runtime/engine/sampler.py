@@ -23,7 +23,7 @@ from kimi_runtime.spec.request import Sampling, TokenLogprob
 
 Logits = NDArray[np.float32]
 
-_LIKELY_NUCLEUS = 1024  # ids tried before the whole vocabulary is sorted
+_LIKELY_NUCLEI = (1024, 16_384, 0)  # ids sorted until they are enough; 0: all
 
 
 class NothingAllowed(KimistackError):
@@ -204,13 +204,15 @@ def _keep(weights: NDArray[np.float64], ids: NDArray[np.int64]) -> None:
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     """The fewest ids, greatest weight first, that hold at least `top_p` of the mass."""
-    wanted = top_p * weights.sum()
-    order = _descending(weights, _LIKELY_NUCLEUS)
-    mass = np.cumsum(weights[order])
-    if mass[-1] < wanted:
-        order = _descending(weights, 0)
-        mass = np.cumsum(weights[order])
-    return order[: int(np.searchsorted(mass, wanted, "left")) + 1]
+    held = np.flatnonzero(weights)
+    values = weights[held]
+    wanted = top_p * values.sum()
+    for limit in _LIKELY_NUCLEI:
+        order = _descending(values, limit)
+        mass = np.cumsum(values[order])
+        if mass[-1] >= wanted:
+            break
+    return held[order[: int(np.searchsorted(mass, wanted, "left")) + 1]]
 
 
 def _descending(values: NDArray[np.float64], limit: int) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kimi_runtime.errors import ConfigError
 from kimi_runtime.models.attention import SpanAttention
 from kimi_runtime.models.cache import KvCache
 from kimi_runtime.models.linear import LinearFactory
@@ -16,6 +15,7 @@ from kimi_runtime.models.norm import RmsNorm
 from kimi_runtime.models.rotary import Angles, Rotary
 from kimi_runtime.models.rows import padded_rows
 from kimi_runtime.models.spans import SpanGeometry, StepBuilder, StepInputs, TokenRun
+from kimi_runtime.models.tensors import require_k2
 from kimi_runtime.spec.model import ModelSpec
 
 
@@ -114,26 +114,6 @@ class DecoderLayer:
         if self.experts is None:
             return x + self._dense(normed)
         return x + self.experts(normed, step.tokens)
-
-
-def require_k2(spec: ModelSpec) -> None:
-    """Raise ConfigError unless this module computes what `spec` describes."""
-    extras = {
-        "kda": spec.kda,
-        "dsa": spec.dsa,
-        "attn_res_block": spec.attn_res_block,
-        "mla_output_gate": spec.mla_output_gate or None,
-        "moe.latent": spec.moe.latent,
-        "quantisation": spec.quantisation,
-        "activation": spec.activation if spec.activation != "silu" else None,
-    }
-    present = [name for name, value in extras.items() if value is not None]
-    if spec.family != "k2" or present:
-        raise ConfigError(
-            f"model {spec.name} of family {spec.family} cannot be computed by the K2 decoder"
-            + (f" (it has {', '.join(present)})" if present else "")
-            + "; choose a bf16 model of the K2 family"
-        )
 
 
 def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

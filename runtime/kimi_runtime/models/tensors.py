@@ -3,9 +3,11 @@
 Random weights, the loader and the decoder all go by it.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.model import ModelSpec
 
 Dtype = Literal["bfloat16", "float32"]
@@ -20,9 +22,15 @@ class TensorSpec:
     part: Part
     dtype: Dtype = "bfloat16"
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * (2 if self.dtype == "bfloat16" else 4)
+
 
 def k2_tensors(spec: ModelSpec) -> dict[str, TensorSpec]:
-    """Every tensor by name, in the order of a forward pass."""
+    """Every tensor by name, in the order of a forward pass. ConfigError for another family."""
+    require_k2(spec)
     tensors = {"model.embed_tokens.weight": TensorSpec((spec.vocab_size, spec.hidden), "embedding")}
     for index in range(spec.layers):
         prefix = f"model.layers.{index}."
@@ -31,6 +39,26 @@ def k2_tensors(spec: ModelSpec) -> dict[str, TensorSpec]:
     if not spec.tied_embeddings:
         tensors["lm_head.weight"] = TensorSpec((spec.vocab_size, spec.hidden), "head")
     return tensors
+
+
+def require_k2(spec: ModelSpec) -> None:
+    """Raise ConfigError unless the K2 decoder computes what `spec` describes."""
+    extras = {
+        "kda": spec.kda,
+        "dsa": spec.dsa,
+        "attn_res_block": spec.attn_res_block,
+        "mla_output_gate": spec.mla_output_gate or None,
+        "moe.latent": spec.moe.latent,
+        "quantisation": spec.quantisation,
+        "activation": spec.activation if spec.activation != "silu" else None,
+    }
+    present = [name for name, value in extras.items() if value is not None]
+    if spec.family != "k2" or present:
+        raise ConfigError(
+            f"model {spec.name} of family {spec.family} cannot be computed by the K2 decoder"
+            + (f" (it has {', '.join(present)})" if present else "")
+            + "; choose a bf16 model of the K2 family"
+        )
 
 
 def _layer(spec: ModelSpec, index: int) -> dict[str, TensorSpec]:

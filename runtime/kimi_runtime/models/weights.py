@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kimi_runtime.errors import ConfigError
+from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.models.tensors import Part, TensorSpec, k2_tensors
 from kimi_runtime.spec.config_file import load_config
 from kimi_runtime.spec.model import KIMI_NANO, ModelSpec
@@ -51,10 +52,20 @@ def random_weights(spec: ModelSpec, seed: int) -> ModelWeights:
     Each tensor has a generator of its own, named by seed and tensor. Values are uniform on an
     integer grid, scaled so that logits have a standard deviation near 3 and attention is neither
     flat nor a single peak: other histories lead to other ids, so that a wrong cache shows.
+    CapacityError when the machine's memory cannot hold them.
     """
-    tensors = {
-        name: _random_tensor(name, tensor, seed) for name, tensor in k2_tensors(spec).items()
-    }
+    wanted = k2_tensors(spec)
+    need = sum(tensor.size_bytes for tensor in wanted.values())
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > have:
+        raise CapacityError(
+            f"random weights of {spec.name}",
+            need=f"{need / 2**30:.1f} GiB",
+            have=f"{have / 2**30:.1f} GiB of memory",
+            where="this machine",
+            fix="use kimi-nano, or a smaller config.json",
+        )
+    tensors = {name: _random_tensor(name, tensor, seed) for name, tensor in wanted.items()}
     return ModelWeights(tensors, digest_of(spec, tensors))
 
 

@@ -3,7 +3,8 @@ import torch
 
 from k2_reference import reference_logits
 from kimi_runtime.errors import ConfigError
-from kimi_runtime.models.k2 import K2Model, require_k2
+from kimi_runtime.models.k2 import K2Model
+from kimi_runtime.models.tensors import require_k2
 from kimi_runtime.spec import published
 from kimi_runtime.spec.model import MoeSpec
 from tiny_k2 import all_logits, model_of, random_ids, tiny_spec

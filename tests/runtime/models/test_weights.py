@@ -5,9 +5,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kimi_runtime.errors import ConfigError
+from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.models.tensors import k2_tensors
 from kimi_runtime.models.weights import load_weights, open_weights, random_weights
+from kimi_runtime.spec import published
 from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.spec.sizes import parameters
 from kimi_runtime.spec.worker import FileWeights, RandomWeights
@@ -132,6 +133,12 @@ def test_the_worker_s_file_says_which_weights(tmp_path):
     assert weights.digest == random_weights(KIMI_NANO, 3).digest
     with pytest.raises(ConfigError, match=r"model folder .* is not there"):
         open_weights(FileWeights(path=tmp_path / "nowhere"))
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_anything_is_drawn():
+    unquantised = published.K26.model_copy(update={"quantisation": None})
+    with pytest.raises(CapacityError, match=r"random weights of kimi-k2.6 needs 19\d\d\.\d GiB"):
+        random_weights(unquantised, 0)
 
 
 def test_weights_are_values():
