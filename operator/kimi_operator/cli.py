@@ -18,7 +18,7 @@ from kimi_operator.local.child import tail
 from kimi_operator.local.display import shown
 from kimi_operator.local.events import Event
 from kimi_operator.local.folders import Folders, deployments
-from kimi_operator.local.inspect import StackReport, reports, take_down, the_one
+from kimi_operator.local.inspect import StackReport, live, reports, take_down, the_one
 from kimi_operator.local.logs import follow, log_files
 from kimi_operator.local.stack import Stack
 from kimi_operator.local.up import Front, StartFailed, effective_of, prepared
@@ -151,11 +151,13 @@ def down(name: NameArgument = None, file: FileOption = None) -> None:
     home, shm = state_home(), shared_memory()
     if file is not None:
         name = load_deployment(file).name
-    if name is None and not deployments(home):
+    elif name is not None:
+        name = the_one(home, shm, name)
+    elif not live(home, shm):
         typer.echo("nothing is running")
         return
-    if name is None or file is None:
-        name = the_one(home, shm, name)
+    else:
+        name = the_one(home, shm, None)
     was_running = name in deployments(home) and take_down(Folders(home, shm, name))
     typer.echo(f"{name} is stopped" if was_running else f"{name} was not running")
 

@@ -1,6 +1,8 @@
 """The command line: what it prints, and the exit code and the one line for what is wrong."""
 
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,13 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KIMISTACK_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Folders of its own; whatever a command says, no shared memory is left behind."""
+    with tempfile.TemporaryDirectory() as shm:
+        monkeypatch.setenv("KIMISTACK_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("KIMISTACK_SHM", shm)
+        yield
+        assert list(Path(shm).iterdir()) == []
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

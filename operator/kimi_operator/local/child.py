@@ -86,9 +86,9 @@ class Child:
             pass  # it ended first, which is what was wanted
 
 
-def roll_over(log: Path) -> None:
+def roll_over(log: Path, *, cap_bytes: int = LOG_CAP_BYTES) -> None:
     """Keep one old log beside a fresh one once a log has grown large."""
-    if log.exists() and log.stat().st_size > LOG_CAP_BYTES:
+    if log.exists() and log.stat().st_size > cap_bytes:
         log.replace(log.with_suffix(".log.1"))
 
 

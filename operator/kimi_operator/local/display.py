@@ -1,7 +1,8 @@
 """A start as people see it: a live table on a terminal, plain lines anywhere else."""
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -38,6 +39,8 @@ class _Rows:
 
     def __rich__(self) -> Table:
         table = Table(box=None, pad_edge=False, show_header=False)
+        for _ in range(4):
+            table.add_column(no_wrap=True, overflow="ellipsis")
         for command in self.stack.commands:
             row = self.rows.setdefault(command.name, _Row())
             since = row.seconds if row.seconds is not None else _since(row.began_s)
@@ -45,7 +48,7 @@ class _Rows:
                 command.name,
                 Text(row.word, style=row.style),
                 "" if since is None else f"{since:.1f}s",
-                Text(row.text or self._last_line(command.name, row), style="dim", overflow="crop"),
+                Text(row.text or self._last_line(command.name, row), style="dim"),
             )
         return table
 
@@ -53,8 +56,15 @@ class _Rows:
         """While a process loads, the end of its log tells what it does."""
         if row.word not in ("starting", "loading"):
             return ""
-        lines = tail(self.stack.log(process), 1, within_bytes=1024)
-        return lines[-1][:100] if lines else ""
+        lines = tail(self.stack.log(process), 1, within_bytes=4096)
+        return _told(lines[-1]) if lines else ""
+
+
+def _told(line: str) -> str:
+    """What a log line says: the event of a structured one, else the line itself."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(line)["event"])
+    return line
 
 
 def _since(began_s: float | None) -> float | None:

@@ -45,6 +45,12 @@ class StackReport(SpecModel):
     processes: tuple[ProcessReport, ...] = ()
 
 
+def live(home: Path, shm: Path) -> tuple[str, ...]:
+    """Names of the deployments that run, or were killed and left something behind."""
+    found = (Folders(home, shm, name) for name in deployments(home))
+    return tuple(each.state.name for each in found if each.is_running() or each.read_state())
+
+
 def the_one(home: Path, shm: Path, name: str | None) -> str:
     """The name given, or that of the only deployment there is. Raises ConfigError."""
     known = deployments(home)
@@ -53,8 +59,7 @@ def the_one(home: Path, shm: Path, name: str | None) -> str:
             listed = f"; there are {', '.join(known)}" if known else ""
             raise ConfigError(f"there is no deployment {name}{listed}")
         return name
-    running = [each for each in known if Folders(home, shm, each).is_running()]
-    choice = running or list(known)
+    choice = live(home, shm) or known
     if len(choice) != 1:
         which = f"name one of {', '.join(choice)}" if choice else "start one with: kimistack up"
         raise ConfigError(f"{len(choice)} deployments are here; {which}")

@@ -75,9 +75,9 @@ def prepared(effective: Effective, home: Path, shm: Path, front: Front) -> Itera
         cleaned = kill_leftovers(folders)
         port = front.port or effective.deployment.spec.router.port
         require_free(front.host, port, "set spec.router.port or --port")
-        folders.prepare()
         places = _places(effective, folders, front, port)
         plan = plan_processes(effective, places, measure(shm))
+        folders.prepare()
         stack = _write_specs(plan, folders)
         yield Prepared(stack, folders, lock, cleaned)
     finally:
