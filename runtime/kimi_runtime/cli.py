@@ -83,3 +83,7 @@ def _first(group: BaseExceptionGroup[KimistackError]) -> KimistackError:
 
 if __name__ == "__main__":
     app()
+
+
+if __name__ == "__main__":
+    app()

@@ -33,6 +33,7 @@ MAX_LINE_BYTES = 64 * 2**20
 """A hand-off of a million tokens is a line of about 5 MB; beyond this the peer is broken."""
 CONNECT_S = 2.0
 RELEASE_S = 2.0
+TRACE_HEADER = "X-Request-ID"
 FEED_SILENCE_S = 10.0
 """Owners send a heartbeat every second; silence for this long means that nobody is there."""
 
@@ -57,11 +58,11 @@ class PeerClient:
         """`GET /load`."""
         return await self._get("/load", LoadReport, within_s)
 
-    async def release(self, ticket: str) -> None:
+    async def release(self, ticket: str, *, trace_id: str) -> None:
         """`POST /handoff/{ticket}/release`: the hand-off's blocks are free again."""
         limits = aiohttp.ClientTimeout(total=RELEASE_S, connect=CONNECT_S)
         path = f"/handoff/{quote(ticket, safe='')}/release"
-        async with self._call("POST", path, b"", limits) as response:
+        async with self._call("POST", path, b"", limits, {TRACE_HEADER: trace_id}) as response:
             await response.read()
 
     async def generate(
@@ -73,7 +74,7 @@ class PeerClient:
         """
         body = request.model_dump_json().encode()
         limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
-        headers = {"X-Request-ID": trace_id, "Content-Type": "application/json"}
+        headers = {TRACE_HEADER: trace_id, "Content-Type": "application/json"}
         async with self._call("POST", "/generate", body, limits, headers) as response:
             self._streams.add(response)
             finished = False

@@ -185,7 +185,7 @@ class Dispatcher:
                 async with aclosing(self._leg(job, plan.decode, request)) as chunks:
                     async for chunk in chunks:
                         if hand_off is not None:
-                            self._release(hand_off)
+                            self._release(job, hand_off)
                             hand_off = None
                         job.journey.decode_usage = chunk.usage or job.journey.decode_usage
                         decode_began()
@@ -197,7 +197,7 @@ class Dispatcher:
                         yield chunk
             finally:
                 if hand_off is not None:
-                    self._release(hand_off)
+                    self._release(job, hand_off)
 
     async def _prefill(self, job: Job, worker: str, wire_id: str) -> HandOff:
         started_s = clock.now_s()
@@ -255,12 +255,13 @@ class Dispatcher:
         finally:
             self._ledger.finish(worker, wire_id)
 
-    def _release(self, hand_off: HandOff) -> None:
-        self._tasks.create_task(self._released(hand_off), name=f"release {hand_off.ticket}")
+    def _release(self, job: Job, hand_off: HandOff) -> None:
+        self._tasks.create_task(self._released(job, hand_off), name=f"release {hand_off.ticket}")
 
-    async def _released(self, hand_off: HandOff) -> None:
+    async def _released(self, job: Job, hand_off: HandOff) -> None:
         try:
-            await self._fleet[hand_off.worker].client.release(hand_off.ticket)
+            client = self._fleet[hand_off.worker].client
+            await client.release(hand_off.ticket, trace_id=job.trace_id)
         except (KimistackError, KeyError) as exc:  # its lease ends it
             _log.info(
                 "hand-off not released",

@@ -75,6 +75,7 @@ class Sessions:
         self, vocabulary: Vocabulary, pool_key: bytes, *, max_sessions: int, max_ids: int
     ) -> None:
         self._vocabulary, self._pool_key = vocabulary, pool_key
+        self._end_id = vocabulary.special("<|im_end|>")
         self._max_sessions, self._max_ids = max_sessions, max_ids
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         self._by_digest: dict[bytes, dict[int, Session]] = {}
@@ -142,17 +143,17 @@ class Sessions:
     ) -> None:
         """The turn was served: its prompt and output are the session's history from now on.
 
-        An output that does not end with a special id (it was cut) is remembered as ids, but no
-        later prompt can build on it beyond the prompt before it.
+        A history's message ends with `end_id`, however the output ended (with `[EOS]`, or cut by a
+        limit). KV of the last id was never computed, so it may be exchanged.
         """
         session = turn.session
         self._unlink(session)
-        session.ids = turn.ids + tuple(output)
-        session.ends = dict(turn.ends)
         if output and self._vocabulary.is_special(output[-1]):
-            start = max(turn.ends.values(), default=0)
-            digest = self._chain(turn.last_digest, session.ids[start:])
-            session.ends[digest] = len(session.ids)
+            output = output[:-1]
+        session.ids = (*turn.ids, *output, self._end_id)
+        start = max(turn.ends.values(), default=0)
+        digest = self._chain(turn.last_digest, session.ids[start:])
+        session.ends = {**turn.ends, digest: len(session.ids)}
         session.owners, session.turns = tuple(owners), session.turns + 1
         session.keys = keys
         self.kept += not turn.reencoded and turn.continues

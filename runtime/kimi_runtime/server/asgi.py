@@ -49,6 +49,8 @@ class Trace:
     started_s: float
     status: int = 0
     outcome: str = "ok"
+    quiet: bool = False
+    """Logged only at debug level while it goes well."""
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -106,7 +108,7 @@ class Traced:
                 "seconds": round(seconds, 6),
                 **trace.fields,
             }
-            quiet = scope["method"] == "GET" and trace.status < 400
+            quiet = (trace.quiet or scope["method"] == "GET") and trace.status < 400
             _log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
     async def _served(self, scope: Scope, receive: Receive, send: Send, trace: Trace) -> None:

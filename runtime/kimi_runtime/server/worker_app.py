@@ -146,6 +146,7 @@ def worker_app(server: WorkerServer) -> FastAPI:
         )
 
     async def release(request: Request) -> Response:
+        trace_of(request.scope).quiet = True
         await server.signed_body(request)
         return JSONResponse({"released": await adapter.release(request.path_params["ticket"])})
 

@@ -160,10 +160,21 @@ def test_keys_are_those_of_the_prompt_however_they_were_reached():
     assert store.keys(second, GEOMETRY) == block_keys(POOL_KEY, root, second.ids, 8)
 
 
-def test_an_output_that_was_cut_is_no_history():
+@pytest.mark.parametrize("tail", [[], [END], [VOCABULARY.special("[EOS]")]])
+def test_an_output_is_history_however_it_ended(tail):
     store = sessions()
-    first = serve(store, FIRST, spelled_badly("It is no"))
-    rendered = CODEC.render(then(FIRST, "It is no", "Go on."))
+    output = spelled_badly("It is no")
+    first = serve(store, FIRST, [*output, *tail])
+    second = store.begin("t", None, CODEC.render(then(FIRST, "It is no", "Go on.")))
+    history = (*first.ids, *output, END)
+    assert second.ids[: len(history)] == history
+
+
+def test_an_output_cut_inside_a_call_is_no_history():
+    store = sessions()
+    begin = VOCABULARY.special("<|tool_calls_section_begin|>")
+    first = serve(store, FIRST, [*spelled_badly("Let me see"), begin, *spelled_badly("func")])
+    rendered = CODEC.render(then(FIRST, "Let me see", "Go on."))
     second = store.begin("t", None, rendered)
     assert second.ids == rendered.ids
     assert second.kept_tokens == max(first.ends.values())

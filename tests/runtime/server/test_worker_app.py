@@ -63,9 +63,9 @@ async def test_an_offer_ends_with_a_hand_off_that_can_be_released_once(tmp_path)
         assert [chunk.finish for chunk in chunks] == [FinishReason.HANDED_OFF]
         hand_off = chunks[0].hand_off
         assert (hand_off.tokens, len(hand_off.blocks)) == (20, 3)
-        await client.release(hand_off.ticket)
-        await client.release(hand_off.ticket)
-        await client.release("unknown x?y=%2F")
+        await client.release(hand_off.ticket, trace_id="t")
+        await client.release(hand_off.ticket, trace_id="t")
+        await client.release("unknown x?y=%2F", trace_id="t")
         assert worker.adapter.counters().hand_offs_released == 1
 
 
