@@ -218,4 +218,4 @@ def test_down_stops_everything_and_can_be_said_twice(tmp_path: Path):
     assert own.command("down").stdout == "kimi-nano is stopped\n"
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     assert not Path(shared).exists()
-    assert own.command("down").stdout == "kimi-nano was not running\n"
+    assert own.command("down").stdout == "nothing is running\n"
