@@ -81,11 +81,9 @@ def ask(client: OpenAI, model: str, messages: list[Any], tool_choice: str) -> An
 
 def print_cached(turn: int, reply: Any) -> None:
     """How much of the prompt did not have to be computed."""
-    usage = reply.usage
-    cached = usage.prompt_tokens_details.cached_tokens
-    print(
-        f"{turn} finish={reply.choices[0].finish_reason} prompt={usage.prompt_tokens} cached={cached}"
-    )
+    prompt, finish = reply.usage.prompt_tokens, reply.choices[0].finish_reason
+    cached = reply.usage.prompt_tokens_details.cached_tokens
+    print(f"{turn} finish={finish} prompt={prompt} cached={cached}")
 
 
 if __name__ == "__main__":
