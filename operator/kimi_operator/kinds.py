@@ -69,6 +69,7 @@ CHILDREN = (
     _child("keda.sh/v1alpha1", "ScaledObject", "scaledobjects"),
     _child("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
     _child("monitoring.coreos.com/v1", "PrometheusRule", "prometheusrules"),
+    _child("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes"),
     _child("batch/v1", "Job", "jobs"),
     _child("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates"),
     Kind(

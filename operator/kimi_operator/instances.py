@@ -1,0 +1,165 @@
+"""Instances as their StatefulSets and pods show them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, get_args
+
+from kimi_operator.api.roles import RoleName
+from kimi_operator.changes import is_owned
+from kimi_operator.observed import (
+    DRAINING_LABEL,
+    DRAINING_SINCE,
+    INSTANCE_LABEL,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    InstanceId,
+    InstanceView,
+    Manifest,
+    ObjectKey,
+)
+
+ROLES: tuple[str, ...] = get_args(RoleName)
+BROKEN = frozenset(
+    {
+        "CrashLoopBackOff",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "RunContainerError",
+    }
+)
+"""Reasons of a waiting container that no waiting cures."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What the worker in a pod says of itself."""
+
+    in_flight: int
+    cached_tokens: int | None = None
+
+
+def instance_id(labels: Mapping[str, str]) -> InstanceId | None:
+    """Which instance an object with these labels belongs to, if to any."""
+    role, index = labels.get(ROLE_LABEL, ""), labels.get(INSTANCE_LABEL, "")
+    if role not in ROLES or REVISION_LABEL not in labels or not index.isdigit():
+        return None
+    return InstanceId(role, labels[REVISION_LABEL], int(index))  # type: ignore[arg-type]
+
+
+def instance_views(
+    children: Mapping[ObjectKey, Manifest],
+    owner_uid: str,
+    loads: Mapping[str, LoadReport],
+) -> tuple[InstanceView, ...]:
+    """Every instance there is, by id. `loads` has load reports by pod name."""
+    sets: dict[InstanceId, Manifest] = {}
+    pods: dict[str, list[Manifest]] = {}
+    for key, child in children.items():
+        if key.kind == "StatefulSet" and is_owned(child, owner_uid):
+            found = instance_id(child["metadata"].get("labels") or {})
+            if found is not None:
+                sets[found] = child
+        elif key.kind == "Pod":
+            for owner in child["metadata"].get("ownerReferences", ()):
+                pods.setdefault(owner["uid"], []).append(child)
+    return tuple(
+        _view(found, sets[found], pods.get(sets[found]["metadata"]["uid"], []), loads)
+        for found in sorted(sets)
+    )
+
+
+def _view(
+    found: InstanceId,
+    stateful_set: Manifest,
+    pods: list[Manifest],
+    loads: Mapping[str, LoadReport],
+) -> InstanceView:
+    desired = int(stateful_set["spec"].get("replicas", 1))
+    terminating = "deletionTimestamp" in stateful_set["metadata"]
+    running = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    ready = [since for pod in running if (since := _ready_since_s(pod)) is not None]
+    draining = [pod for pod in pods if _labels(pod).get(DRAINING_LABEL) == "true"]
+    reports = [loads[name] for pod in pods if (name := pod["metadata"]["name"]) in loads]
+    cached = [report.cached_tokens for report in reports if report.cached_tokens is not None]
+    whole = len(ready) >= desired > 0
+    return InstanceView(
+        id=found,
+        pods_desired=desired,
+        pods_ready=len(ready),
+        serving=whole and not draining and not terminating,
+        draining=bool(draining),
+        in_flight=sum(report.in_flight for report in reports) if reports else None,
+        cached_tokens=sum(cached) if cached else None,
+        created_s=seconds(stateful_set["metadata"].get("creationTimestamp")),
+        ready_since_s=max(ready) if whole else None,
+        failures=tuple(failure for pod in running for failure in pod_failures(pod)),
+        pods_scheduled=sum(1 for pod in running if pod["spec"].get("nodeName")),
+        nodes=tuple(
+            sorted({pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName")})
+        ),
+        terminating=terminating,
+        draining_since_s=_draining_since_s(draining),
+    )
+
+
+def _labels(pod: Manifest) -> Mapping[str, str]:
+    return pod["metadata"].get("labels") or {}
+
+
+def _draining_since_s(pods: Iterable[Manifest]) -> float | None:
+    times = [
+        float(since)
+        for pod in pods
+        if (since := (pod["metadata"].get("annotations") or {}).get(DRAINING_SINCE, ""))
+        .replace(".", "", 1)
+        .isdigit()
+    ]
+    return min(times) if times else None
+
+
+def _ready_since_s(pod: Manifest) -> float | None:
+    for condition in pod.get("status", {}).get("conditions") or ():
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            return seconds(condition.get("lastTransitionTime"))
+    return None
+
+
+def seconds(stamp: Any) -> float:
+    """Seconds since the epoch of an RFC 3339 time; 0 where there is none."""
+    return datetime.fromisoformat(str(stamp)).timestamp() if stamp else 0.0
+
+
+def pod_failures(pod: Manifest) -> tuple[str, ...]:
+    """What keeps a pod from running that waiting does not cure, one line each."""
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    found = [
+        f"{condition.get('reason', 'Unschedulable')}: {name}: {condition.get('message', '')}"
+        for condition in status.get("conditions") or ()
+        if condition["type"] == "PodScheduled" and condition["status"] == "False"
+    ]
+    for part in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(part) or ():
+            waiting = container.get("state", {}).get("waiting") or {}
+            if waiting.get("reason") in BROKEN:
+                last = container.get("lastState", {}).get("terminated") or {}
+                why = waiting.get("message") or last.get("reason") or ""
+                found.append(f"{waiting['reason']}: {name}/{container['name']}: {why}")
+    if status.get("phase") == "Failed":
+        found.append(f"{status.get('reason', 'Failed')}: {name}: {status.get('message', '')}")
+    return tuple(" ".join(line.split())[:500] for line in found)
+
+
+def fixable_by_recreation(pod: Manifest, update_revision: str) -> bool:
+    """Whether the pod is broken and of an older template than its StatefulSet has by now.
+
+    A StatefulSet never replaces a pod that never became ready, so a corrected image would wait for
+    ever (kubernetes/kubernetes#67250).
+    """
+    labels = _labels(pod)
+    stale = labels.get("controller-revision-hash", update_revision) != update_revision
+    return stale and _ready_since_s(pod) is None and bool(pod_failures(pod))

@@ -1,0 +1,325 @@
+"""The Kubernetes API as the operator uses it: a handful of calls, and the only I/O of a pass.
+
+`Kube` is the face; `ApiKube` speaks to a server, `FakeKube` of the tests keeps objects in memory.
+Library errors become `ClusterBusy`, `ClusterConflict` or `ClusterRefused` here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import aiohttp
+from kubernetes.aio import client as k8s
+from kubernetes.aio import config as k8s_config
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.dynamic import DynamicClient
+from kubernetes.aio.dynamic.resource import Resource
+
+from kimi_operator.changes import FIELD_MANAGER
+from kimi_operator.discovery import fields_in, served_kinds, server_version
+from kimi_operator.kinds import BY_ID, KINDS, Kind
+from kimi_operator.observed import FIELDS, Capabilities, Manifest, ObjectKey
+from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SEED_MANAGER = "kimi-operator-seed"
+"""Owner of what is written once, at creation, and then belongs to others (a replica count)."""
+REQUEST_S = 30.0
+CONNECT_S = 5.0
+
+
+class Kube(Protocol):
+    """The API server. Every call raises ClusterError; a missing object is a value, no error."""
+
+    async def capabilities(self) -> Capabilities:
+        """What the server serves, asked anew."""
+
+    async def get(self, key: ObjectKey) -> Manifest | None:
+        """The object."""
+
+    async def list(self, kind: str, namespace: str | None, labels: str = "") -> list[Manifest]:
+        """Objects of a kind (`apps/v1/StatefulSet`) that match a label selector; None: anywhere."""
+
+    async def apply(self, manifest: Manifest) -> Manifest:
+        """Server-side apply, taking over what others changed of ours; the object after it."""
+
+    async def create(self, manifest: Manifest) -> Manifest | None:
+        """POST the object; None if that name is taken already."""
+
+    async def update(self, manifest: Manifest) -> Manifest:
+        """PUT the object; ClusterConflict unless its resourceVersion is the newest."""
+
+    async def merge(self, key: ObjectKey, patch: Mapping[str, Any]) -> Manifest | None:
+        """JSON merge patch of the object; None if it is gone."""
+
+    async def patch_status(self, key: ObjectKey, status: Mapping[str, Any]) -> Manifest | None:
+        """JSON merge patch of its status; None if it is gone."""
+
+    async def delete(
+        self, key: ObjectKey, *, uid: str, foreground: bool = False, grace_s: int | None = None
+    ) -> None:
+        """Ask for the deletion of the object with this uid; one that is gone is no error."""
+
+
+@dataclass
+class TokenBucket:
+    """At most `burst` at once and `rate` a second over time. Waiting is the caller's `sleep`."""
+
+    rate: float
+    burst: float
+    now_s: Callable[[], float]
+    sleep: Callable[[float], Awaitable[None]]
+    _tokens: float = field(init=False)
+    _at_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens, self._at_s = self.burst, self.now_s()
+
+    async def take(self) -> None:
+        """Take one token, waiting for it to be there. Waiters are served in their order."""
+        now = self.now_s()
+        self._tokens = min(self.burst, self._tokens + (now - self._at_s) * self.rate) - 1
+        self._at_s = now
+        if self._tokens < 0:
+            await self.sleep(-self._tokens / self.rate)
+
+
+class ApiKube:
+    """A real API server, through the dynamic client of `kubernetes.aio`."""
+
+    def __init__(self, client: DynamicClient, writes: TokenBucket) -> None:
+        self._client, self._writes = client, writes
+
+    async def capabilities(self) -> Capabilities:
+        """See `Kube`. Fields come from the server's OpenAPI document, asked for group by group."""
+        version = server_version(await self._read("/version"))
+        groups = sorted({kind.api_version for kind in KINDS})
+        served: set[str] = set()
+        fields: set[str] = set()
+        for group in groups:
+            path = f"/api/{group}" if "/" not in group else f"/apis/{group}"
+            resources = await self._read(path, absent={})
+            served |= served_kinds(group, resources)
+        document = await self._read("/openapi/v3/apis/apps/v1", absent=None)
+        if document is not None:
+            for group in ("api/v1", "apis/policy/v1"):
+                other = await self._read(f"/openapi/v3/{group}", absent={})
+                fields |= fields_in(other, FIELDS)
+        else:
+            document = await self._read("/openapi/v2", absent={})
+        return Capabilities(
+            version, frozenset(served), frozenset(fields | fields_in(document, FIELDS))
+        )
+
+    async def get(self, key: ObjectKey) -> Manifest | None:
+        """See `Kube`."""
+        resource = self._resource(f"{key.api_version}/{key.kind}")
+        call = self._client.get(resource, name=key.name, namespace=key.namespace or None, **_PLAIN)
+        found: Manifest | None = await _or_none(call)
+        return found
+
+    async def list(self, kind: str, namespace: str | None, labels: str = "") -> list[Manifest]:
+        """See `Kube`."""
+        resource = self._resource(kind)
+        with_labels = {"label_selector": labels} if labels else {}
+        answer = await _answer(
+            self._client.get(resource, namespace=namespace, **with_labels, **_PLAIN)
+        )
+        api_version, _, name = kind.rpartition("/")
+        return [{"apiVersion": api_version, "kind": name, **item} for item in answer["items"]]
+
+    async def apply(self, manifest: Manifest) -> Manifest:
+        """See `Kube`."""
+        await self._writes.take()
+        applied: Manifest = await _answer(
+            self._client.server_side_apply(
+                self._resource_of(manifest),
+                body=manifest,
+                field_manager=FIELD_MANAGER,
+                force_conflicts=True,
+                **_PLAIN,
+            )
+        )
+        return applied
+
+    async def create(self, manifest: Manifest) -> Manifest | None:
+        """See `Kube`."""
+        await self._writes.take()
+        call = self._client.create(
+            self._resource_of(manifest), body=manifest, field_manager=SEED_MANAGER, **_PLAIN
+        )
+        try:
+            created: Manifest = await _answer(call)
+        except ClusterConflict:
+            return None
+        return created
+
+    async def update(self, manifest: Manifest) -> Manifest:
+        """See `Kube`."""
+        call = self._client.replace(
+            self._resource_of(manifest), body=manifest, field_manager=FIELD_MANAGER, **_PLAIN
+        )
+        updated: Manifest = await _answer(call)
+        return updated
+
+    async def merge(self, key: ObjectKey, patch: Mapping[str, Any]) -> Manifest | None:
+        """See `Kube`."""
+        return await self._merge(self._path(key), patch)
+
+    async def patch_status(self, key: ObjectKey, status: Mapping[str, Any]) -> Manifest | None:
+        """See `Kube`."""
+        return await self._merge(f"{self._path(key)}/status", {"status": status})
+
+    def _path(self, key: ObjectKey) -> str:
+        resource = self._resource(f"{key.api_version}/{key.kind}")
+        return str(resource.path(name=key.name, namespace=key.namespace or None))
+
+    async def _merge(self, path: str, patch: Mapping[str, Any]) -> Manifest | None:
+        await self._writes.take()
+        call = self._client.request(
+            "patch",
+            path,
+            body=dict(patch),
+            content_type="application/merge-patch+json",
+            field_manager=FIELD_MANAGER,
+            **_PLAIN,
+        )
+        patched: Manifest | None = await _or_none(call)
+        return patched
+
+    async def delete(
+        self, key: ObjectKey, *, uid: str, foreground: bool = False, grace_s: int | None = None
+    ) -> None:
+        """See `Kube`."""
+        await self._writes.take()
+        options: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Foreground" if foreground else "Background",
+        }
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        call = self._client.delete(
+            self._resource(f"{key.api_version}/{key.kind}"),
+            name=key.name,
+            namespace=key.namespace or None,
+            body=options,
+            **_PLAIN,
+        )
+        try:
+            await _or_none(call)
+        except ClusterConflict:
+            return  # another object has the name by now: ours is gone
+
+    async def _read(self, path: str, **absent: Any) -> Any:
+        call = self._text(path)
+        found = await _or_none(call) if "absent" in absent else await _answer(call)
+        return absent.get("absent") if found is None else found
+
+    async def _text(self, path: str) -> Any:
+        """JSON whatever it is declared to be: 1.20 serves its OpenAPI document as plain text."""
+        response = await self._client.request(
+            "get", path, serialize=False, _request_timeout=_PLAIN["_request_timeout"]
+        )
+        return json.loads(await response.read())
+
+    def _resource_of(self, manifest: Manifest) -> Resource:
+        return self._resource(f"{manifest['apiVersion']}/{manifest['kind']}")
+
+    def _resource(self, kind_id: str) -> Resource:
+        kind: Kind = BY_ID[kind_id]
+        return Resource(
+            prefix="apis" if kind.group else "api",
+            group=kind.group,
+            api_version=kind.api_version.rpartition("/")[2],
+            kind=kind.kind,
+            namespaced=kind.namespaced,
+            name=kind.plural,
+            client=self._client,
+        )
+
+
+_PLAIN: dict[str, Any] = {
+    "serializer": lambda _, data: data,
+    "_request_timeout": aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S),
+}
+
+
+async def _or_none(call: Awaitable[Any]) -> Any:
+    try:
+        return await _answer(call)
+    except ClusterError as exc:
+        if exc.code == 404:
+            return None
+        raise
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    """The answer of a call, its errors mapped."""
+    try:
+        return await call
+    except ApiException as exc:
+        raise _mapped(exc) from exc
+    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+        what = str(exc) or type(exc).__name__
+        raise ClusterBusy(f"the API server cannot be reached: {what}") from exc
+
+
+def _mapped(exc: ApiException) -> ClusterError:
+    code = int(exc.status or 0)
+    message = f"the API server answers {code}: {_message(exc)}"
+    if code == 409:
+        return ClusterConflict(message, code=code)
+    unknown_field = code == 500 and "failed to create typed patch object" in message
+    if not unknown_field and (code in (0, 408, 410, 429) or code >= 500):
+        return ClusterBusy(message, code=code, retry_after_s=_retry_after_s(exc))
+    return ClusterRefused(message, code=code)
+
+
+def _message(exc: ApiException) -> str:
+    try:
+        text = json.loads(exc.body or "")["message"]
+    except (ValueError, KeyError, TypeError):
+        text = exc.reason or ""
+    return " ".join(str(text).split())[:1000]
+
+
+def _retry_after_s(exc: ApiException) -> float | None:
+    value = (exc.headers or {}).get("Retry-After")
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return None
+
+
+@asynccontextmanager
+async def open_kube(
+    writes: TokenBucket, *, kubeconfig: str | None = None
+) -> AsyncIterator[ApiKube]:
+    """A client for the pod's own cluster, or for the one a kubeconfig file names.
+
+    Raises ClusterBusy if neither is there.
+    """
+    configuration = k8s.Configuration()
+    try:
+        if kubeconfig is None:
+            k8s_config.load_incluster_config(client_configuration=configuration)
+        else:
+            await k8s_config.load_kube_config(
+                config_file=kubeconfig, client_configuration=configuration
+            )
+    except k8s_config.ConfigException as exc:
+        raise ClusterBusy(
+            f"there is no cluster to talk to: {exc}; set KUBECONFIG or run in a pod"
+        ) from exc
+    configuration.retries = False  # whether to try again is decided by the caller
+    async with k8s.ApiClient(configuration) as api:
+        # without discovery of its own: it would cache in a file that all users can write
+        yield ApiKube(DynamicClient(api), writes)
