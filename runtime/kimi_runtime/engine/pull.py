@@ -22,7 +22,7 @@ from kimi_runtime.transfer.sessions import SessionCache
 from kimi_runtime.umbp.tags import matches
 
 _BATCH_BYTES = 8 * 2**20
-_CLOSE_S = 1.0
+_CLOSE_S = 0.5
 
 _REASONS = {
     RegionGone: "region_gone",
@@ -96,9 +96,15 @@ class BlockReader:
         for what the peer or the link did.
         """
         progress = _Progress(until_s=clock.now_s() + deadline_s)
+        hung_s = deadline_s + 2 * _CLOSE_S  # reads end by themselves; this ends what hangs
         try:
-            async with self._sessions.session(region, deadline_s=deadline_s) as session:
+            async with (
+                asyncio.timeout(hung_s),
+                self._sessions.session(region, deadline_s=deadline_s) as session,
+            ):
                 await self._read_all(session, wanted, progress)
+        except TimeoutError:
+            return Pulled(progress.arrived, progress.failure or "late", still_written=True)
         except (TransferError, KvCorrupt, ValueError, OSError) as exc:
             failure = progress.failure or _reason(exc)
             return Pulled(progress.arrived, failure, still_written=progress.still_written)

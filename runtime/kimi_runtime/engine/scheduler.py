@@ -219,11 +219,9 @@ class Scheduler:
         """Move the head of the queue into the step; False if it has to wait."""
         if self.running >= self.limits.max_running and not self._preempt_background(request, draft):
             return False
-        held = len(request.blocks)
         self._take_cached(request)
         if not self._make_room_to_start(request, draft):
-            self._give_back(request, held)
-            return False
+            return False  # what it took it keeps, unless somebody who runs needs it
         self._waiting.remove(request)
         self._running[request.number] = request
         request.settle_usage()
@@ -252,14 +250,6 @@ class Scheduler:
         more = self.blocks.acquire(request.reusable_keys[len(request.blocks) :])
         request.blocks.extend(more)
         request.computed = len(request.blocks) * size
-
-    def _give_back(self, request: Request, keep: int) -> None:
-        """Undo `_take_cached`, which found blocks beyond the first `keep`."""
-        taken = request.blocks[keep:]
-        if taken:
-            del request.blocks[keep:]
-            request.computed = keep * self.limits.block_tokens
-            self.blocks.release(taken)
 
     def _fit(self, request: Request, count: int, draft: _Draft) -> int:
         """Give the request blocks for `count` more tokens; returns for how many it has some."""

@@ -90,6 +90,8 @@ async def test_a_stream_ends_with_its_only_finish_and_the_usage(open_engine):
         assert usage.hbm_tokens + usage.computed_tokens == 11
         first = next(chunk for chunk in answer.chunks if chunk.ids)
         assert first.usage == usage
+        others = [chunk for chunk in answer.chunks[:-1] if chunk is not first]
+        assert all(chunk.usage is None for chunk in others)
 
 
 async def test_equal_requests_get_equal_ids_and_the_second_hits_the_cache(open_engine):

@@ -320,6 +320,23 @@ async def test_draining_cancels_what_does_not_end_in_time():
         assert (await running).finish is FinishReason.CANCELLED
 
 
+async def test_draining_frees_the_blocks_of_a_stream_that_nobody_reads():
+    async with hash_engine() as engine:
+        chunks = engine.engine.generate(request(prompt(1, 20), 100))
+        await anext(chunks)
+        await engine.engine.drain(within_s=0.0)
+        while engine.engine.load().free_blocks < engine.setup.blocks:
+            await asyncio.sleep(0.001)
+        assert [chunk.finish async for chunk in chunks][-1] is FinishReason.CANCELLED
+
+
+async def test_a_closed_engine_leaves_no_thread_behind():
+    async with hash_engine() as engine:
+        await engine.generate(request(prompt(1, 20), 1))
+        assert any(thread.name.startswith("runner") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("runner") for thread in threading.enumerate())
+
+
 async def test_other_tenants_blocks_are_never_hit():
     async with hash_engine() as engine:
         await engine.generate(request(prompt(1, 20), 1, tenant="a"))

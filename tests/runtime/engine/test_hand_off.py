@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import random
 import threading
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,9 @@ from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.handoff import HandOffs, KvGeometry
 from kimi_runtime.engine.request import KeyChain, Request
-from kimi_runtime.errors import DeadlineExceeded
-from kimi_runtime.spec.request import FinishReason, GenerateRequest, HandOff, KvPlan
+from kimi_runtime.errors import DeadlineExceeded, TransferLate
+from kimi_runtime.spec.request import FinishReason, GenerateRequest, HandOff, KvPlan, RegionRef
+from kimi_runtime.transfer.base import Span
 from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport, Fault
 from kimi_runtime.transfer.loopback import Fabric, LoopbackTransport
 from kimi_runtime.transfer.memory import private_memory
@@ -123,7 +125,7 @@ async def test_a_prompt_offered_again_has_the_tags_of_its_blocks_as_they_are_now
     async with Pair() as pair:
         first = await pair.offer(ids)
         await pair.prefill.engine.release(first.ticket)
-        for seed in range(2, 5):
+        for seed in range(2, 14):  # more than all blocks
             await pair.prefill.generate(request(prompt(seed, 30), 1))
         answer = await pair.decode.generate(taking(ids, await pair.offer(ids)))
         assert answer.usage.hand_off_tokens == 22
@@ -313,6 +315,33 @@ async def test_a_client_that_leaves_wakes_those_who_waited_for_its_blocks():
             await asyncio.sleep(0.001)
         stuck.cancel()
         assert (await waits).ids == await alone(prompt(3, 5), 3)
+
+
+class StuckTransport(LoopbackTransport):
+    """Its reads are late, and its sessions never come to an end: they may write for ever."""
+
+    async def open(self, remote: RegionRef, *, deadline_s: float) -> "StuckTransport":
+        return self
+
+    async def read(self, spans: Sequence[Span], into: memoryview, *, deadline_s: float) -> None:
+        raise TransferLate("nothing came")
+
+    async def aclose(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_blocks_that_a_late_transfer_may_still_write_to_are_never_used_again():
+    ids = prompt(1, 23)
+    fabric = Fabric()
+    source = Setup(transport=LoopbackTransport("p", fabric))
+    async with hash_engine(source) as prefill:
+        hand_off = (await prefill.generate(offering(ids))).hand_off
+        async with hash_engine(Setup(transport=StuckTransport("d", fabric))) as decode:
+            answer = await decode.generate(taking(ids, hand_off))
+            assert answer.ids == await alone(ids)
+            assert decode.engine.counters().quarantined_blocks == 6
+            assert decode.engine.load().free_blocks == decode.setup.blocks - 6
+            decode.engine.check_integrity()
 
 
 async def test_an_offer_that_is_cancelled_pins_nothing():

@@ -284,11 +284,21 @@ def test_blocks_fetched_for_the_queue_never_block_those_that_run():
 
 def test_blocks_fetched_for_a_later_request_never_block_an_earlier_one():
     bench = Bench(blocks=8)
-    later = bench.add(prompt(2, 18), 1, arrived_s=1, fetched=True)
+    later = bench.add(prompt(2, 31), 1, arrived_s=1, fetched=True)
+    assert bench.blocks.available == 0
     earlier = bench.add(prompt(1, 24), 1, arrived_s=0)
     bench.step()
     assert bench.plans[0].rows[0].request == earlier.number
-    assert bench.finish()[later.number] == alone(prompt(2, 18), 1)
+    assert bench.finish()[later.number] == alone(prompt(2, 31), 1)
+
+
+def test_a_request_does_not_start_where_the_next_block_of_another_would_preempt_it():
+    bench = Bench(blocks=8)
+    bench.add(prompt(1, 15), 16, arrived_s=0)
+    bench.step()
+    bench.add(prompt(2, 15), 1, arrived_s=1)
+    bench.finish()
+    assert bench.scheduler.preemptions == 0
 
 
 def test_a_failed_row_ends_its_request_alone():
