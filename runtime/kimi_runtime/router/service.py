@@ -27,7 +27,7 @@ STALE_INTERVALS = 5
 """A load report older than this many intervals says nothing about now."""
 MAX_SESSIONS = 100_000
 MAX_SESSION_IDS = 64_000_000
-"""About 2.5 GB of Python tuples at worst; 640 sessions of 100k tokens."""
+"""256 MB of ids; 640 sessions of 100k tokens."""
 PROBE_TENANT = "readyz"
 PROBE_S = 10.0
 

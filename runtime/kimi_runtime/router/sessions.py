@@ -40,7 +40,7 @@ class Session:
     hint: str | None
     first_turn_tokens: int
     """Where the first prompt's messages ended: a match at least this long continues the session."""
-    ids: tuple[int, ...] = ()
+    ids: "array[int]" = field(default_factory=lambda: array("I"))
     ends: dict[bytes, int] = field(default_factory=dict)
     """Digest of everything up to a message's end -> how many ids of `ids` that is."""
     owners: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Sessions:
         ids, shift = rendered.ids, kept - end
         ends = {digest: position + shift for digest, position in digests if position >= end}
         if origin is not None:
-            ids = origin.ids[:kept] + rendered.ids[end:]
+            ids = (*origin.ids[:kept], *rendered.ids[end:])
             ends |= {
                 digest: position for digest, position in origin.ends.items() if position < kept
             }
@@ -150,7 +150,7 @@ class Sessions:
         self._unlink(session)
         if output and self._vocabulary.is_special(output[-1]):
             output = output[:-1]
-        session.ids = (*turn.ids, *output, self._end_id)
+        session.ids = array("I", (*turn.ids, *output, self._end_id))
         start = max(turn.ends.values(), default=0)
         digest = self._chain(turn.last_digest, session.ids[start:])
         session.ends = {**turn.ends, digest: len(session.ids)}

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 ABORT = "kimistack.abort"
 """ASGI extension: call it to drop the connection at once, unsent bytes included."""
+BODY_S = 120.0
+"""A body takes at most this long; whoever sends it slowly holds a slot that others want."""
 SLICE_BYTES = 64 * 1024
 """Bodies are sent in slices of this size, so that a stalled reader is noticed."""
 
@@ -181,7 +183,10 @@ async def _abort(scope: Scope) -> None:
 
 
 async def read_body(request: Request, *, limit: int, stall_s: float) -> bytes:
-    """The request's body. BodyTooLarge as soon as it passes `limit`, BodyLate when it stalls."""
+    """The request's body. BodyTooLarge as soon as it passes `limit`.
+
+    BodyLate when nothing comes for `stall_s`, or when it takes longer than `BODY_S` in all.
+    """
     too_large = BodyTooLarge(
         f"the request body passes the limit of {format_bytes(limit)}; send less"
     )
@@ -190,12 +195,13 @@ async def read_body(request: Request, *, limit: int, stall_s: float) -> bytes:
         raise too_large
     parts: list[bytes] = []
     size = 0
+    end_s = clock.now_s() + BODY_S
     while True:
         try:
-            async with asyncio.timeout(stall_s):
+            async with asyncio.timeout(min(stall_s, end_s - clock.now_s())):
                 message = await request.receive()
         except TimeoutError as exc:
-            raise BodyLate(f"no byte of the request body came for {stall_s:g} s") from exc
+            raise BodyLate(f"the request body did not come within {stall_s:g} s") from exc
         if message["type"] == "http.disconnect":
             raise ClientLeft("left")
         parts.append(message.get("body", b""))

@@ -1,9 +1,11 @@
 """What clients of OpenAI's API read: completions, chunks, usage, logprobs; Kimi's additions too."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kimi_runtime import clock
 from kimi_runtime.protocol.chat import (
     CallArguments,
     CallEnded,
@@ -47,6 +49,11 @@ class Head:
             "choices": choices,
             **more,
         }
+
+
+def new_head(prefix: str, model: str) -> Head:
+    """The head of a new answer, with an id of its own."""
+    return Head(f"{prefix}-{secrets.token_hex(12)}", int(clock.unix_s()), model)
 
 
 @dataclass(slots=True)

@@ -123,15 +123,17 @@ def stops_of(request: SharedFields) -> tuple[str, ...]:
 
 
 class Records:
-    """Encoded prompts of the newest `limit` conversations, so that only new turns are tokenised.
+    """Encoded prompts of the newest conversations, so that only new turns are tokenised.
 
     A conversation is looked up by its tools and its messages up to the first user's; a wrong guess
-    costs time, never another result. A record is taken out while it is in use.
+    costs time, never another result. A record is taken out while it is in use. Holds `max_ids` ids
+    together (about 40 bytes each, text included); the coldest are forgotten.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, limit: int) -> None:
-        self._vocabulary, self._limit = vocabulary, limit
-        self._records: OrderedDict[bytes, SessionRecord] = OrderedDict()
+    def __init__(self, vocabulary: Vocabulary, *, max_ids: int) -> None:
+        self._vocabulary, self._max_ids = vocabulary, max_ids
+        self._records: OrderedDict[bytes, tuple[SessionRecord, int]] = OrderedDict()
+        self._ids = 0
 
     def take(self, tenant: str, hint: str | None, chat: Chat) -> tuple[bytes, SessionRecord]:
         """The record to render `chat` with, and the name to give it back under."""
@@ -141,14 +143,18 @@ class Records:
             if message.role == "user":
                 break
         name = digest.digest()
-        return name, self._records.pop(name, None) or SessionRecord(self._vocabulary)
+        record, size = self._records.pop(name, (None, 0))
+        self._ids -= size
+        return name, record or SessionRecord(self._vocabulary)
 
-    def give(self, name: bytes, record: SessionRecord) -> None:
-        """Give a record back."""
-        self._records[name] = record
-        self._records.move_to_end(name)
-        if len(self._records) > self._limit:
-            self._records.popitem(last=False)
+    def give(self, name: bytes, record: SessionRecord, *, size: int) -> None:
+        """Give a record of `size` ids back."""
+        _, replaced = self._records.pop(name, (None, 0))  # by a request of the same conversation
+        self._ids += size - replaced
+        self._records[name] = record, size
+        while self._ids > self._max_ids:
+            _, (_, dropped) = self._records.popitem(last=False)
+            self._ids -= dropped
 
 
 def _given(value: float | None, default: float) -> float:

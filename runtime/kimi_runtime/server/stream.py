@@ -7,7 +7,7 @@ slows its own generation through the connection's flow control, and one that rea
 
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from starlette.responses import Response
@@ -35,7 +35,7 @@ class Streamed(Response):
 
     The status is sent with the first piece, so an error before it is an answer of its own; a later
     one becomes `last_words(error)` and the end of the stream. `pieces` is closed in any case, at
-    once when the client leaves.
+    once when the client leaves; then what the answer `owned` is given back.
     """
 
     def __init__(
@@ -45,14 +45,17 @@ class Streamed(Response):
         media_type: bytes,
         last_words: Callable[[KimistackError], bytes],
         stall_s: float,
+        owned: ExitStack | None = None,
     ) -> None:
         super().__init__()
+        self._owned = owned or ExitStack()
         self._pieces, self._media_type = pieces, media_type
         self._last_words, self._stall_s = last_words, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; raises ClientLeft when the client left or stalled."""
-        await while_connected(receive, self._send(scope, send))
+        with self._owned:
+            await while_connected(receive, self._send(scope, send))
 
     async def _send(self, scope: Scope, send: Send) -> None:
         started = False
@@ -89,11 +92,19 @@ class Streamed(Response):
 class Whole(Response):
     """An ASGI response whose JSON body `work` makes; cancelled at once if the client leaves."""
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]], *, stall_s: float) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        *,
+        stall_s: float,
+        owned: ExitStack | None = None,
+    ) -> None:
         super().__init__()
+        self._owned = owned or ExitStack()
         self._work, self._stall_s = work, stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; raises what `work` raises, and ClientLeft."""
-        content = await while_connected(receive, self._work())
-        await send_json(send, 200, content, stall_s=self._stall_s)
+        with self._owned:
+            content = await while_connected(receive, self._work())
+            await send_json(send, 200, content, stall_s=self._stall_s)
