@@ -138,7 +138,10 @@ class PeerClient:
                     self._refuse(response.status, await response.read())
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            raise WorkerFailed(f"{self.name} at {self.url} did not answer {path}: {exc!r}") from exc
+            # clients may read this: no addresses
+            raise WorkerFailed(
+                f"{self.name} did not answer {path.split('?')[0]} ({type(exc).__name__})"
+            ) from exc
         except ValidationError as exc:
             raise WorkerFailed(f"{self.name} sent what its wire format does not allow") from exc
 

@@ -110,6 +110,37 @@ async def test_a_dead_decode_worker_is_replaced_and_the_first_hand_off_released(
         assert stack.workers["p"].adapter.counters().hand_offs_offered > 7
 
 
+async def test_a_prefill_worker_that_fails_is_replaced(tmp_path):
+    bad = unless_probe(lambda: Reply(HELLO, error=Unavailable("out of order")))
+    parts = [
+        Part("p1", bad, Role.PREFILL),
+        Part("p2", hello, Role.PREFILL),
+        Part("d", hello, Role.DECODE),
+    ]
+    async with front_door(tmp_path, parts) as (http, stack):
+        for number in range(6):
+            status, _, _ = await ask(http, messages=[{"role": "user", "content": f"q{number}"}])
+            assert status == 200
+        await until(lambda: nothing_left(stack))
+        assert stack.workers["p1"].adapter.counters().finished["failed"] > 0
+
+
+@pytest.mark.parametrize("gone", ["p", "d"])
+async def test_one_side_serves_alone_when_the_other_is_gone(tmp_path, gone):
+    parts = [Part("p", hello, Role.PREFILL), Part("d", hello, Role.DECODE)]
+    async with front_door(tmp_path, parts) as (http, stack):
+        await stack.workers[gone].server.drain(within_s=0.0)
+        await until(lambda: stack.router.ledger.loads([gone], now_s=0.0)[gone].draining)
+        status, body, _ = await ask(http)
+        assert status == 200
+        assert body["choices"][0]["message"]["content"] == "Hello from here."
+        text = await (await http.get("/metrics")).text()
+        (left,) = {"p", "d"} - {gone}
+        plan = f'kimistack_router_plans_total{{leg="whole",mode="extend",worker="{left}"}} 1.0'
+        assert plan in text
+        await until(lambda: nothing_left(stack))
+
+
 async def test_a_failure_after_the_first_token_is_an_error_event_and_the_end(tmp_path):
     bad = unless_probe(lambda: Reply(HELLO, cut_after=3))
     async with front_door(tmp_path, [Part("bad", bad)]) as (http, stack):
