@@ -408,6 +408,20 @@ async def test_draining_ends_a_pull_that_does_not():
         pair.decode.assert_all_free()
 
 
+async def test_a_pull_without_room_in_time_is_given_up_and_the_prompt_computed():
+    ids = prompt(1, 23)
+    async with Pair(blocks=16, deadline_s=0.05) as pair, asyncio.TaskGroup() as tasks:
+        hand_off = (await pair.offer(ids)).model_copy(update={"lease_s": 0.15})
+        pinned = (await pair.decode.generate(offering(prompt(2, 56)))).hand_off
+        taking_it = tasks.create_task(pair.decode.generate(taking(ids, hand_off)))
+        async with asyncio.timeout(5.0):
+            while not pair.decode.engine.counters().hand_off_failures:
+                await asyncio.sleep(0.005)
+        assert pair.decode.engine.counters().hand_off_failures == {"no_room": 1}
+        assert await pair.decode.engine.release(pinned.ticket)
+        assert (await taking_it).ids == await alone(ids)
+
+
 async def test_a_pull_waits_for_room_and_then_happens():
     ids = prompt(1, 23)
     async with Pair(blocks=16) as pair, asyncio.TaskGroup() as tasks:

@@ -160,7 +160,9 @@ def test_everybody_ends_with_the_ids_it_gets_alone(work, blocks, step_tokens, ma
     bench = Bench(blocks, limits)
     wanted = {}
     for now, (ids, outputs, priority, steps, fetched) in enumerate(work):
-        request = bench.add(ids, outputs, arrived_s=float(now), priority=priority, fetched=fetched)
+        request = bench.add(
+            ids, outputs, arrived_s=float(now // 2), priority=priority, fetched=fetched
+        )
         wanted[request.number] = alone(ids, outputs)
         for _ in range(steps):
             bench.step()
@@ -173,7 +175,9 @@ def test_leaving_at_any_moment_gives_everything_back_and_disturbs_nobody(work, d
     bench = Bench(13)
     wanted = {}
     for now, (ids, outputs, priority, _, fetched) in enumerate(work):
-        request = bench.add(ids, outputs, arrived_s=float(now), priority=priority, fetched=fetched)
+        request = bench.add(
+            ids, outputs, arrived_s=float(now // 2), priority=priority, fetched=fetched
+        )
         wanted[request.number] = alone(ids, outputs)
     for _ in range(data.draw(st.integers(0, 6))):
         if not bench.open:
@@ -197,9 +201,9 @@ def test_leaving_at_any_moment_gives_everything_back_and_disturbs_nobody(work, d
 
 def test_a_long_prompt_is_computed_in_chunks_beside_those_that_generate():
     bench = Bench()
-    bench.add(prompt(1, 4), 8)
+    bench.add(prompt(1, 4), 8, arrived_s=1)
     bench.step()
-    bench.add(prompt(2, 40), 1)
+    bench.add(prompt(2, 40), 1, arrived_s=0)
     sizes = [tuple(len(row.ids) for row in bench.step().rows) for _ in range(3)]
     assert sizes == [(1, 15), (1, 15), (1, 10)]
 
@@ -296,7 +300,7 @@ def test_a_request_does_not_start_where_the_next_block_of_another_would_preempt_
     bench = Bench(blocks=8)
     bench.add(prompt(1, 15), 16, arrived_s=0)
     bench.step()
-    bench.add(prompt(2, 15), 1, arrived_s=1)
+    bench.add(prompt(2, 15), 3, arrived_s=1)
     bench.finish()
     assert bench.scheduler.preemptions == 0
 
