@@ -67,6 +67,7 @@ FIELDS = frozenset(
         "StatefulSet.spec.template.spec.securityContext.seccompProfile",
         "StatefulSet.spec.template.spec.topologySpreadConstraints",
         "StatefulSet.spec.template.spec.topologySpreadConstraints.matchLabelKeys",
+        "StatefulSet.spec.template.spec.volumes.image",
     }
 )
 """Fields that not every server has. A server-side apply of one that it lacks is answered with 500,

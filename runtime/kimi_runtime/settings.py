@@ -1,6 +1,7 @@
 """What a process takes from its environment: only what differs between replicas of one file.
 
-In Kubernetes every pod of a set starts from the same spec file; its own name comes from here.
+In Kubernetes every pod of a set starts from the same spec file; its own name, address, port and
+revision come from here.
 """
 
 import os
@@ -13,15 +14,21 @@ from kimi_runtime.spec.base import SpecModel
 
 NAME_VARIABLE = "KIMISTACK_NAME"
 LOG_LEVEL_VARIABLE = "KIMISTACK_LOG_LEVEL"
+HOST_VARIABLE = "KIMISTACK_HOST"
+PORT_VARIABLE = "KIMISTACK_PORT"
+REVISION_VARIABLE = "KIMISTACK_REVISION"
 
 S = TypeVar("S", bound=BaseModel)
 
 
 class Settings(SpecModel):
-    """Overrides of a spec file's `name` and `log_level`; None leaves them as they are."""
+    """Overrides of a spec file's fields of the same names; None leaves them as they are."""
 
     name: str | None = None
     log_level: str | None = None
+    host: str | None = None
+    port: str | None = None
+    revision: str | None = None
 
     def onto(self, spec: S) -> S:
         """The spec with the overrides, validated again (ValueError)."""
@@ -37,4 +44,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         name=variables.get(NAME_VARIABLE) or None,
         log_level=variables.get(LOG_LEVEL_VARIABLE) or None,
+        host=variables.get(HOST_VARIABLE) or None,
+        port=variables.get(PORT_VARIABLE) or None,
+        revision=variables.get(REVISION_VARIABLE) or None,
     )

@@ -63,7 +63,10 @@ class WorkerSpec(SpecModel):
     run_dir: Path = Field(description="Folder for sockets and shared memory; private to the user.")
     call_key: Path = Field(description="File with the deployment's call key.")
     umbp_socket: Path | None = Field(None, description="None: no pool.")
-    transfer: Literal["shm", "loopback"] = "shm"
+    transfer: Literal["shm", "loopback", "tcp", "verbs"] = "shm"
+    revision: str = Field(
+        "", description="Of the deployment: only workers of the same one are paired."
+    )
     hand_off_lease: Annotated[Seconds, Gt(0)] = 30.0
     pull_deadline: Annotated[Seconds, Gt(0)] = 5.0
     drain: Annotated[Seconds, Gt(0)] = 10.0

@@ -122,7 +122,7 @@ def _info(
         role=spec.role,
         engine=spec.engine,
         epoch=int(clock.unix_s() * 1e3),
-        revision=f"{_version()}/{runner.model_digest}",
+        revision=f"{spec.revision or _version()}/{runner.model_digest}",
         model=model.name,
         model_digest=runner.model_digest,
         layout=KvLayout.of(model, block_tokens=block_tokens).digest(),

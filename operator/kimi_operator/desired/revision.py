@@ -1,0 +1,167 @@
+"""A revision: the pods as they were rendered, frozen, so that only a changed spec changes them.
+
+What is rendered from a spec is kept in a ControllerRevision with a fingerprint of the fields it was
+rendered from. While those fields stay, pods are made from what is kept, never rendered anew: a
+newer operator, or a newer preset, restarts nothing. Replica counts and other fields that no pod
+contains are not part of the fingerprint.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from kimi_operator.api.deployment import ROLES
+from kimi_operator.api.roles import RoleName
+from kimi_operator.desired.labels import Owner, metadata_of
+from kimi_operator.desired.merge import Tree
+from kimi_operator.desired.names import digest_of, revision_object_name
+from kimi_operator.observed import REVISION_LABEL, Manifest
+
+REVISION_DIGITS = 6
+INPUTS_ANNOTATION = "kimistack.dev/inputs"
+"""Fingerprints by component, beside the data: what is kept may have come from several specs, and
+the data of a ControllerRevision never changes."""
+NOT_IN_PODS = ("rollout", "budget", "suspend", "observability")
+"""Fields of the spec that no pod's template is made from; of `observability`, logLevel is."""
+NOT_IN_ROLE_PODS = ("replicas", "scaling")
+NOT_IN_ROUTER_PODS = ("replicas", "service", "gateway", "canary")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The pods of one component: what a template needs, and what goes beside it.
+
+    `pod` is a pod template without the labels that tell deployments and instances apart. `configs`
+    are ConfigMaps by name. `ports` are by name; where `host_network`, each instance gets its own
+    block instead. `spread` is the topology key that instances of a revision are kept apart by.
+    """
+
+    inputs: str
+    pod: Manifest
+    configs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    ports: Mapping[str, int] = field(default_factory=dict)
+    nodes: int = 1
+    host_network: bool = False
+    spread: str | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All but the fingerprint of what it was rendered from."""
+        content = asdict(self)
+        del content["inputs"]
+        return content
+
+
+@dataclass(frozen=True)
+class Revision:
+    """What one spec was rendered to. `templates` by component: prefill, decode, router, umbp.
+
+    `name` is six hex digits of the hash of the engines' templates: a change of the router alone
+    makes a new Revision of the same name, and replaces no engine.
+    """
+
+    name: str
+    templates: Mapping[str, Frozen]
+    image: str
+    """Of the engine pods; empty where the spec names none."""
+    number: int = 0
+    """Orders revisions; 0 until it is kept."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything in it but the fingerprints, as 64 hex digits."""
+        return digest_of({name: part.content for name, part in sorted(self.templates.items())})
+
+    def role(self, name: RoleName) -> Frozen:
+        """The engine pods of a role; KeyError if this revision does not have the role."""
+        return self.templates[name]
+
+
+def named(templates: Mapping[str, Frozen], image: str) -> Revision:
+    """The Revision of these templates, named by the engines' part of them."""
+    engines = {name: part.content for name, part in sorted(templates.items()) if name in ROLES}
+    name = digest_of(engines)[:REVISION_DIGITS]
+    return Revision(name, MappingProxyType(dict(templates)), image)
+
+
+def fingerprint(written: Tree, component: str) -> str:
+    """Hash of what the user wrote that the pods of a component are made from."""
+    shared = {
+        key: value for key, value in written.items() if key not in (*NOT_IN_PODS, *ROLES, "router")
+    }
+    level = written.get("observability", {}).get("logLevel")
+    shape = [role for role in ROLES if role in written]
+    own: Tree = {}
+    if component in ROLES:
+        own = _without(written.get(component, {}), NOT_IN_ROLE_PODS)
+    else:
+        # only engines are restarted by the token; the pool follows the engines' placement
+        shared = {key: value for key, value in shared.items() if key != "restartToken"}
+        if component == "router":
+            own = _without(written.get("router", {}), NOT_IN_ROUTER_PODS)
+        else:
+            own = {r: _without(written.get(r, {}), NOT_IN_ROLE_PODS) for r in shape}
+    return digest_of([component, shared, level, shape, own])[:16]
+
+
+def _without(tree: Tree, fields: tuple[str, ...]) -> Tree:
+    return {key: value for key, value in tree.items() if key not in fields}
+
+
+def history_with(
+    revision: Revision, kept: Sequence[Revision], *, used: Collection[str] = (), limit: int
+) -> tuple[Revision, ...]:
+    """The revisions to keep, oldest first and numbered, `revision` the newest of them.
+
+    Of `kept` those named in `used` (an instance has them) and the `limit` newest others stay.
+    """
+    others = sorted((r for r in kept if r.digest != revision.digest), key=lambda r: r.number)
+    same = next((r for r in kept if r.digest == revision.digest), None)
+    newest = max((r.number for r in others), default=0)
+    number = same.number if same and same.number > newest else newest + 1
+    spare = [r for r in others if r.name not in used]
+    dropped = {r.digest for r in spare[: max(0, len(spare) - limit)]}
+    return (*(r for r in others if r.digest not in dropped), replace(revision, number=number))
+
+
+def to_controller_revision(revision: Revision, n: int, owner: Owner) -> Manifest:
+    """The ControllerRevision that keeps a Revision; `n` orders them, from 1."""
+    name = revision_object_name(owner.name, revision.digest)
+    parts = sorted(revision.templates.items())
+    inputs = {component: part.inputs for component, part in parts}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": metadata_of(
+            owner,
+            name,
+            "deployment",
+            labels={REVISION_LABEL: revision.name},
+            annotations={INPUTS_ANNOTATION: json.dumps(inputs, sort_keys=True)},
+        ),
+        "revision": n,
+        "data": {
+            "name": revision.name,
+            "image": revision.image,
+            "templates": {component: part.content for component, part in parts},
+        },
+    }
+
+
+def from_controller_revision(manifest: Manifest) -> Revision:
+    """The Revision a ControllerRevision keeps. Raises ValueError if it is not one of ours."""
+    try:
+        data = manifest["data"]
+        inputs = json.loads(manifest["metadata"]["annotations"][INPUTS_ANNOTATION])
+        templates = {
+            component: Frozen(inputs=inputs.get(component, ""), **part)
+            for component, part in data["templates"].items()
+        }
+        return Revision(
+            data["name"], MappingProxyType(templates), data["image"], manifest["revision"]
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+        name = manifest.get("metadata", {}).get("name")
+        raise ValueError(f"ControllerRevision {name} keeps no revision: {exc!r}") from exc

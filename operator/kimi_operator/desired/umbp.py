@@ -1,0 +1,174 @@
+"""The KV pool's daemon on every node where an engine that uses it may run."""
+
+import json
+
+from kimi_operator.api.deployment import DeploymentSpec
+from kimi_operator.api.roles import Role
+from kimi_operator.desired import pods, security
+from kimi_operator.desired.effective import Effective
+from kimi_operator.desired.engine_pod import RUN_DIR, own_folder, uses_pool
+from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE, POOL_ARENA, POOL_SOCKET
+from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
+from kimi_operator.desired.names import config_name, pool_name
+from kimi_operator.desired.placement import place_pool
+from kimi_operator.desired.revision import Frozen
+from kimi_operator.observed import Manifest
+from kimi_runtime.errors import ConfigError
+from kimi_runtime.spec.umbp import UmbpSpec
+
+POOL_PORT = 8100
+POOL_FILE = "umbp.json"
+OVERHEAD_BYTES = 2**30
+"""Of the daemon itself: its index takes some hundred bytes a block."""
+HUGE_BYTES = {"2Mi": 2**21, "1Gi": 2**30}
+START_S = 1800.0
+"""Prefaulting hundreds of gigabytes took up to five minutes where the page cache was full."""
+
+
+def pool_roles(effective: Effective) -> list[Role]:
+    """The roles whose engines use the pool; none: there is no pool."""
+    return [role for name, role in effective.deployment.spec.roles() if uses_pool(effective, name)]
+
+
+def frozen_pool(effective: Effective, inputs: str) -> Frozen:
+    """The daemon's pods. Raises ConfigError where the size of the pool is not written."""
+    owner, spec = Owner.of(effective.deployment), effective.deployment.spec
+    if spec.kv_pool.dram is None:
+        raise ConfigError(
+            "spec.kvPool.dram: write how much memory of a node the pool gets, e.g. 512GiB, or "
+            "kvPool.enabled: false"
+        )
+    files = {POOL_FILE: _spec_file(spec)}
+    name = config_name(owner.name, "umbp", files)
+    template: Manifest = {"metadata": {}, "spec": _pod(effective, owner, name)}
+    return Frozen(inputs=inputs, pod=template, configs={name: files}, ports={"http": POOL_PORT})
+
+
+def _spec_file(spec: DeploymentSpec) -> str:
+    data = {
+        "name": "umbp",
+        "host": "0.0.0.0",
+        "port": POOL_PORT,
+        "socket": f"{RUN_DIR}/{POOL_SOCKET}",
+        "arena": f"{RUN_DIR}/{POOL_ARENA}",
+        "dram_bytes": spec.kv_pool.dram,
+        "page_bytes": spec.kv_pool.page,
+        "call_key": CALL_KEY_FILE,
+        "log_level": spec.observability.log_level,
+    }
+    return UmbpSpec.model_validate(data).model_dump_json(indent=2) + "\n"
+
+
+def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
+    spec = effective.deployment.spec
+    shares_gpu = spec.kv_pool.gpu_access == "HipIpc"
+    pod: Manifest = {
+        "serviceAccountName": pool_name(owner.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 30,
+        "securityContext": security.pod_security(spec, own_image=True, gpus=shares_gpu),
+        **place_pool(spec, pool_roles(effective)),
+    }
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]
+    if shares_gpu:
+        pod["hostIPC"] = True
+    if security.pod_uid(spec):
+        image = pods.runtime_image(spec)
+        pod["initContainers"] = [own_folder(image, spec.image_pull_policy)]
+    folder = {"path": pods.host_folder(owner, spec), "type": "DirectoryOrCreate"}
+    volumes: list[Manifest] = [
+        {"name": "run", "hostPath": folder},
+        security.call_key_volume(owner.name),
+        pods.config_volume("config", config),
+        pods.scratch("tmp"),
+    ]
+    if shares_gpu:
+        # without consuming amd.com/gpu, which engines would then lack
+        volumes += [
+            {"name": "kfd", "hostPath": {"path": "/dev/kfd"}},
+            {"name": "dri", "hostPath": {"path": "/dev/dri"}},
+        ]
+    return pod | {"containers": [_container(spec, shares_gpu=shares_gpu)], "volumes": volumes}
+
+
+def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
+    mounts: list[Manifest] = [
+        {"name": "run", "mountPath": RUN_DIR},
+        {"name": "call-key", "mountPath": security.CALL_KEY_DIR, "readOnly": True},
+        {"name": "config", "mountPath": pods.CONFIG_DIR, "readOnly": True},
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]
+    if shares_gpu:
+        mounts += [
+            {"name": "kfd", "mountPath": "/dev/kfd"},
+            {"name": "dri", "mountPath": "/dev/dri"},
+        ]
+    period_s = 5.0
+    ready = {"period_s": period_s, "timeout_s": 5.0}
+    generated = {"HOME": "/tmp", "KIMISTACK_HOST": "$(POD_IP)", "KIMISTACK_NAME": "$(NODE_NAME)"}
+    return {
+        "name": "umbp",
+        "image": pods.runtime_image(spec),
+        "imagePullPolicy": spec.image_pull_policy,
+        "command": ["kimistack", "umbp", "--spec", f"{pods.CONFIG_DIR}/{POOL_FILE}"],
+        "env": pods.variables(pods.identity(), generated, (), "spec.kvPool"),
+        "ports": pods.container_ports({"http": POOL_PORT}),
+        "resources": _memory(spec),
+        "securityContext": security.container_security(spec, own_image=True, devices=shares_gpu),
+        "startupProbe": pods.http_probe("/readyz", failures=round(START_S / period_s), **ready),
+        "readinessProbe": pods.http_probe("/readyz", failures=3, **ready),
+        "volumeMounts": mounts,
+    }
+
+
+def _memory(spec: DeploymentSpec) -> Manifest:
+    """The arena is charged to the pod whose process first touches it: the daemon's."""
+    dram = spec.kv_pool.dram or 0
+    huge = spec.kv_pool.hugepages
+    if huge == "None":
+        amounts = {"memory": str(dram + OVERHEAD_BYTES)}
+    else:
+        pages = -(-dram // HUGE_BYTES[huge]) * HUGE_BYTES[huge]
+        amounts = {"memory": str(OVERHEAD_BYTES), f"hugepages-{huge}": str(pages)}
+    return {"requests": {"cpu": "1", **amounts}, "limits": amounts}
+
+
+def pool_objects(owner: Owner, part: Frozen) -> list[Manifest]:
+    """The daemons' Service and DaemonSet.
+
+    A daemon is replaced when its pod is deleted: by the operator together with its node's engines,
+    or by whoever deletes it.
+    """
+    name, labels = pool_name(owner.name), labels_of(owner, "umbp")
+    selector = selector_of(owner, "umbp")
+    # canonical plain data: what a stored revision returns is not to be changed here
+    template = json.loads(json.dumps(part.pod))
+    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata_of(owner, name, "umbp"),
+            "spec": {
+                "clusterIP": "None",
+                "selector": selector,
+                "ports": [
+                    {"name": port, "port": number, "targetPort": number, "protocol": "TCP"}
+                    for port, number in part.ports.items()
+                ],
+            },
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "DaemonSet",
+            "metadata": metadata_of(owner, name, "umbp"),
+            "spec": {
+                "selector": {"matchLabels": selector},
+                "updateStrategy": {"type": "OnDelete"},
+                "revisionHistoryLimit": 1,
+                "template": template,
+            },
+        },
+    ]
