@@ -75,6 +75,14 @@ class Fleet:
         since_s = instance.ready_since_s
         return since_s is not None and self.now_s - since_s >= self.view.min_ready_s
 
+    def serving(self) -> dict[RoleName, int]:
+        """Kept instances, by role, that can serve now."""
+        return Guard({}, 0, self.view).serving(self.counted(self.kept))
+
+    def counted(self, instances: Iterable[InstanceView]) -> Counter[tuple[str, RoleName]]:
+        """Those of them that are available, by revision and role."""
+        return Counter((i.id.revision, i.id.role) for i in instances if self.available(i))
+
     def pending(self) -> list[InstanceView]:
         """New instances that do not count yet."""
         return [instance for instance in self.new if not self.available(instance)]

@@ -1,7 +1,6 @@
 """What may be taken away and what may be added, without going below a floor or over the budget."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kimi_operator.api.deployment import ROLES
@@ -9,10 +8,6 @@ from kimi_operator.api.roles import RoleName
 from kimi_operator.observed import InstanceId, InstanceView
 from kimi_operator.rollout.fleet import Counts, Fleet, Guard, count_by_role
 from kimi_operator.rollout.victims import cost_of_losing
-
-
-def _counted(instances: Iterable[InstanceView], fleet: Fleet) -> Counter[tuple[str, RoleName]]:
-    return Counter((i.id.revision, i.id.role) for i in instances if fleet.available(i))
 
 
 def order_of_removal(fleet: Fleet) -> list[InstanceView]:
@@ -38,12 +33,12 @@ def choose_removals(
     prefill instance and the last decode instance leave at once.
     """
     left = dict(quota)
-    counted = _counted(fleet.kept, fleet)
+    counted = fleet.counted(fleet.kept)
     chosen: list[InstanceView] = []
 
     def take(group: Sequence[InstanceView]) -> None:
         size = count_by_role(group)
-        removed = _counted(group, fleet)
+        removed = fleet.counted(group)
         over = any(size[role] > left[role] for role in ROLES if size[role])
         if over or not guard.allows(counted, removed):
             return

@@ -14,11 +14,11 @@ def unavoidable_outage(view: RolloutView, targets: Counts, fleet: Fleet) -> str 
     `maxSurge`, and the GPUs for it.
     """
     old, new = count_by_role(fleet.old), count_by_role(fleet.new)
-    floors = floors_of(view, targets)
+    floors, able = floors_of(view, targets), fleet.serving()
     tight = [
         role
         for role in ROLES
-        if targets[role] and old[role] and not new[role] and floors[role] >= targets[role]
+        if able[role] and old[role] and not new[role] and floors[role] >= targets[role] > 0
     ]
     if view.strategy == "BlueGreen":
         gpus = sum(

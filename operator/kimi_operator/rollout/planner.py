@@ -193,7 +193,8 @@ def _step(fleet: Fleet, course: Course, plan: _Plan, targets: Counts, said: _Sai
     stay = {i.id for i in fleet.kept if i.id not in removed}
     reached = course.reached(fleet)
     available = count_by_role(i for i in fleet.new if fleet.available(i))
-    done = len(fleet.all) == len(fleet.new) and available == dict(targets)
+    settled = len(fleet.all) == len(fleet.new) and available == dict(targets)
+    done = settled and said.held is None
     waiting_for = said.held or waits_for(fleet, leaving, created, plan.additions.short_of_gpus)
     return Step(
         instances=frozenset(stay | drain | again | set(created)),
