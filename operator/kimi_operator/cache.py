@@ -85,6 +85,14 @@ class Cache:
             del self._children[owner]
         return owner
 
+    def condemn(self, owner: Key, key: ObjectKey, uid: str, now: str) -> None:
+        """Take a child for one whose deletion has begun, until the watch tells more of it."""
+        children = self._children.get(owner, {})
+        child = children.get(key)
+        if child is not None and child["metadata"]["uid"] == uid:
+            metadata = {"deletionTimestamp": now, **child["metadata"]}
+            children[key] = {**child, "metadata": metadata}
+
     def replace(self, kind: str, namespace: str | None, found: Iterable[Manifest]) -> set[Key]:
         """Take in a whole listing of a kind; the deployments for which it told something new.
 

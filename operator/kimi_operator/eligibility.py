@@ -132,7 +132,7 @@ def _why(problems: Mapping[str, str | None]) -> str:
     counted = Counter(why for why in problems.values() if why is not None)
     if not counted:
         return ""
-    first = {why: name for name, why in reversed(problems.items()) if why is not None}
+    first = {why: name for name, why in reversed(list(problems.items())) if why is not None}
     shown = [
         f"{first[why]}{f' and {count - 1} more' if count > 1 else ''}: {why}"
         for why, count in counted.most_common(_SHOWN)

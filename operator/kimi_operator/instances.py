@@ -163,3 +163,39 @@ def fixable_by_recreation(pod: Manifest, update_revision: str) -> bool:
     labels = _labels(pod)
     stale = labels.get("controller-revision-hash", update_revision) != update_revision
     return stale and _ready_since_s(pod) is None and bool(pod_failures(pod))
+
+
+def broken_pods(children: Mapping[ObjectKey, Manifest]) -> tuple[Manifest, ...]:
+    """Pods that their StatefulSet would wait for in vain; see `fixable_by_recreation`."""
+    newest = {
+        child["metadata"]["uid"]: (child.get("status") or {}).get("updateRevision", "")
+        for key, child in children.items()
+        if key.kind == "StatefulSet"
+    }
+    return tuple(
+        child
+        for key, child in children.items()
+        if key.kind == "Pod" and "deletionTimestamp" not in child["metadata"]
+        for owner in child["metadata"].get("ownerReferences", ())
+        if (revision := newest.get(owner["uid"])) and fixable_by_recreation(child, revision)
+    )
+
+
+def drain_patches(
+    children: Mapping[ObjectKey, Manifest], drain: frozenset[InstanceId], now_s: float
+) -> dict[ObjectKey, Manifest]:
+    """By pod, the merge patch that marks it as draining, or takes the mark away again."""
+    patches: dict[ObjectKey, Manifest] = {}
+    for key, child in sorted(children.items()):
+        if key.kind != "Pod" or "deletionTimestamp" in child["metadata"]:
+            continue
+        wanted = instance_id(_labels(child)) in drain
+        marked = _labels(child).get(DRAINING_LABEL) == "true"
+        if wanted != marked:
+            patches[key] = {
+                "metadata": {
+                    "labels": {DRAINING_LABEL: "true" if wanted else None},
+                    "annotations": {DRAINING_SINCE: f"{now_s:.0f}" if wanted else None},
+                }
+            }
+    return patches

@@ -46,8 +46,9 @@ OURS = (
         "KimiDeployment",
         "kimideployments",
         (*_WATCHED, "patch"),
-        subresources=(("status", ("patch",)),),
-        why="patch: the finalizer of the teardown; the spec is never written",
+        subresources=(("finalizers", ("update",)), ("status", ("patch",))),
+        why="patch: the finalizer of the teardown; the spec is never written. finalizers: some "
+        "clusters ask for it where a child's owner reference blocks the owner's deletion",
     ),
 )
 
@@ -113,5 +114,31 @@ CLUSTER_WIDE = (
     ),
 )
 
+INSTALLED = (
+    Kind("v1", "Namespace", "namespaces", ("get", "patch"), namespaced=False),
+    Kind(
+        "apiextensions.k8s.io/v1",
+        "CustomResourceDefinition",
+        "customresourcedefinitions",
+        ("get", "patch"),
+        namespaced=False,
+    ),
+    Kind(
+        "rbac.authorization.k8s.io/v1",
+        "ClusterRole",
+        "clusterroles",
+        ("get", "patch", "delete"),
+        namespaced=False,
+    ),
+    Kind(
+        "rbac.authorization.k8s.io/v1",
+        "ClusterRoleBinding",
+        "clusterrolebindings",
+        ("get", "patch", "delete"),
+        namespaced=False,
+    ),
+)
+"""What `kimistack install` writes besides; the operator itself is granted none of it."""
+
 KINDS = (*OURS, *CHILDREN, *OTHERS, *CLUSTER_WIDE)
-BY_ID = {kind.id: kind for kind in KINDS}
+BY_ID = {kind.id: kind for kind in (*KINDS, *INSTALLED)}

@@ -1,10 +1,6 @@
 """The operator's own metrics. Labels are kinds, reasons and outcomes, never names."""
 
-from typing import Literal
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-Outcome = Literal["settled", "changed", "refused", "busy", "failed"]
 
 
 class Metrics:

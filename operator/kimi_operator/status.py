@@ -13,6 +13,7 @@ from typing import Any
 from kimi_operator.api.deployment import ROLES, KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.api.status import LIST_CAP
+from kimi_operator.clock import rfc3339
 from kimi_operator.conditions import Condition, stamped
 from kimi_operator.eligibility import nodes_eligible
 from kimi_operator.observed import (
@@ -59,18 +60,22 @@ class Facts:
     recommendation: str | None = None
 
 
-def status_of(facts: Facts, previous: Mapping[str, Any], now: str, now_s: float) -> dict[str, Any]:
-    """The whole status. `now` is an RFC 3339 time, `now_s` the same in seconds since the epoch."""
+def status_of(facts: Facts, previous: Mapping[str, Any], now: str) -> dict[str, Any]:
+    """The whole status; `now` is an RFC 3339 time.
+
+    No message says how long something has lasted, only since when: one that changed by itself would
+    be written again at every pass, and every write wakes the next.
+    """
     deployment, observed, step = facts.deployment, facts.observed, facts.step
     generation = deployment.metadata.generation or 0
     router = _workload(observed, "Deployment", "router")
     pool = _workload(observed, "DaemonSet", "umbp")
-    roles = {name: _role_status(facts, name, now_s) for name, _ in deployment.spec.roles()}
+    roles = {name: _role_status(facts, name) for name, _ in deployment.spec.roles()}
     url = _url(deployment)
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "conditions": stamped(
-            conditions_of(facts, router, pool, now_s),
+            conditions_of(facts, router, pool),
             previous.get("conditions") or (),
             generation,
             now,
@@ -87,7 +92,16 @@ def status_of(facts: Facts, previous: Mapping[str, Any], now: str, now_s: float)
         "recommendation": facts.recommendation,
         **_placement(deployment, observed.instances),
     }
-    return {name: value for name, value in status.items() if value is not None}
+    return _written(status)
+
+
+def _written(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without what is None, which an API server would not keep."""
+    return {
+        name: _written(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if value is not None
+    }
 
 
 def unable_status(
@@ -119,11 +133,11 @@ def first_status(generation: int, now: str) -> dict[str, Any]:
 
 
 def conditions_of(
-    facts: Facts, router: Manifest | None, pool: Manifest | None, now_s: float
+    facts: Facts, router: Manifest | None, pool: Manifest | None
 ) -> tuple[Condition, ...]:
     """Every condition, Ready first."""
     spec = facts.deployment.spec
-    parts = {name: _role_condition(facts, name, now_s) for name, _ in spec.roles()}
+    parts = {name: _role_condition(facts, name) for name, _ in spec.roles()}
     parts_list = [*parts.values(), _router_condition(facts, router)]
     if spec.kv_pool.enabled:
         parts_list.append(_pool_condition(pool))
@@ -251,19 +265,19 @@ def _support(facts: Facts) -> Condition:
     return Condition("FullySupported", False, "NotServed", "; ".join(facts.left_out))
 
 
-def _role_condition(facts: Facts, name: RoleName, now_s: float) -> Condition:
+def _role_condition(facts: Facts, name: RoleName) -> Condition:
     kind = f"{name.capitalize()}Ready"
     want = facts.targets.get(name, 0)
     mine = [i for i in facts.observed.instances if i.id.role == name]
     serving = sum(1 for i in mine if i.serving)
     if serving >= want:
         return Condition(kind, True, "Serving", f"{serving} of {want} instances serve")
-    blocked = _blocked(facts, name, now_s)
+    blocked = _blocked(facts, name)
     reason, _, rest = blocked.partition(": ")
     return Condition(kind, False, reason, f"{serving} of {want} instances serve; {rest or blocked}")
 
 
-def _blocked(facts: Facts, name: RoleName, now_s: float) -> str:
+def _blocked(facts: Facts, name: RoleName) -> str:
     """What the role's slowest instance waits for, as `Reason: text`."""
     mine = [i for i in facts.observed.instances if i.id.role == name and not i.terminating]
     waiting = sorted((i for i in mine if not i.ready), key=lambda i: i.created_s)
@@ -271,13 +285,13 @@ def _blocked(facts: Facts, name: RoleName, now_s: float) -> str:
         why = facts.step.waiting_for or "instances are about to be created"
         return f"Creating: {why}"
     slowest = waiting[0]
-    age = _ago(now_s - slowest.created_s) if slowest.created_s else "now"
+    since = rfc3339(slowest.created_s) if slowest.created_s else "just now"
     if slowest.failures:
-        return f"{slowest.failures[0]} (instance {_name(slowest)}, since {age})"
+        return f"{slowest.failures[0]} (instance {_name(slowest)}, since {since})"
     if slowest.pods_scheduled < slowest.pods_desired:
         return (
             f"Scheduling: instance {_name(slowest)} has {slowest.pods_scheduled} of "
-            f"{slowest.pods_desired} pods on a node, since {age}"
+            f"{slowest.pods_desired} pods on a node, since {since}"
         )
     role = next(role for role_name, role in facts.deployment.spec.roles() if role_name == name)
     took = [i.ready_since_s - i.created_s for i in mine if i.ready_since_s and i.created_s]
@@ -286,7 +300,7 @@ def _blocked(facts: Facts, name: RoleName, now_s: float) -> str:
         if took
         else f"it has {_ago(role.probes.startup_timeout)} for it"
     )
-    return f"Loading: instance {_name(slowest)} loads the model, since {age}; {expected}"
+    return f"Loading: instance {_name(slowest)} loads the model, since {since}; {expected}"
 
 
 def _router_condition(facts: Facts, router: Manifest | None) -> Condition:
@@ -310,13 +324,13 @@ def _model_condition(facts: Facts) -> Condition:
     return Condition("ModelReady", False, "NotLoaded", "no instance has loaded the model")
 
 
-def _role_status(facts: Facts, name: RoleName, now_s: float) -> dict[str, Any]:
+def _role_status(facts: Facts, name: RoleName) -> dict[str, Any]:
     role = dict(facts.deployment.spec.roles())[name]
     mine = [i for i in facts.observed.instances if i.id.role == name]
     desired = facts.targets.get(name, 0)
     ready = sum(1 for i in mine if i.ready)
     revisions = [i.id.revision for i in mine]
-    status: dict[str, Any] = {
+    return {
         "summary": f"{ready}/{desired}",
         "desired": desired,
         "current": len(mine),
@@ -327,9 +341,8 @@ def _role_status(facts: Facts, name: RoleName, now_s: float) -> dict[str, Any]:
         "revision": max(sorted(set(revisions)), key=revisions.count, default=None),
         "owner": OWNERS[role.scaling.mode],
         "selector": selector_of_role(facts.deployment.name, name),
-        "blocked": None if ready >= desired else _blocked(facts, name, now_s)[:4096],
+        "blocked": None if ready >= desired else _blocked(facts, name)[:4096],
     }
-    return {key: value for key, value in status.items() if value is not None}
 
 
 def selector_of_role(deployment: str, role: RoleName) -> str:

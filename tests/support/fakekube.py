@@ -18,7 +18,7 @@ from kimi_operator.kube import SEED_MANAGER
 from kimi_operator.observed import K8S_CURRENT, Capabilities, Manifest, ObjectKey
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 
-Watcher = Callable[[Literal["ADDED", "MODIFIED", "DELETED"], Manifest], None]
+Watcher = Callable[[Literal["ADDED", "MODIFIED", "DELETED"], Manifest], Any]
 CREATED = "2030-01-01T00:00:00Z"
 STATUS_KINDS = {
     "DaemonSet",

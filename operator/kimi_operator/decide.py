@@ -1,0 +1,255 @@
+"""From a resource and what is observed to everything one pass should bring about. Pure.
+
+`kimistack plan` and the operator call the same `Decider`. The only thing it keeps from one call to
+the next is the history that a planner of mode Managed smooths over.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kimi_operator.api.deployment import DeploymentSpec
+from kimi_operator.api.load import validated
+from kimi_operator.api.roles import RoleName
+from kimi_operator.desired.effective import Effective, GetPreset, resolve
+from kimi_operator.desired.render import Rendered, render, revision_of
+from kimi_operator.desired.revision import Revision
+from kimi_operator.instances import instance_id
+from kimi_operator.observed import InstanceId, Manifest, ObjectKey, Observed
+from kimi_operator.presets.preset import load_preset
+from kimi_operator.revisions import FAILED, numbered, pool_addresses, remembered, shape_of
+from kimi_operator.rollout import Revisions, Step, next_step, view_of
+from kimi_operator.scale import seeded, workers_status
+from kimi_operator.scaling import History, Targets, seed, targets
+from kimi_operator.status import Facts, Problem, selector_of_role
+from kimi_runtime.errors import CapacityError, ConfigError
+
+
+class NotDecided(Exception):
+    """The spec cannot run, whatever is observed: a condition for its author, not a failure."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one pass brings about.
+
+    `wanted` are children in apply order; `kept` are children that are neither wanted nor pruned;
+    `once` are created by POST alone; `seeds` are what an object is created as where that differs
+    from what is applied; `scales` are the replicas the planner wants by KimiWorkers; `drain` are
+    the instances whose pods are marked. With `hands_off` only the status is written.
+    """
+
+    wanted: tuple[Manifest, ...]
+    kept: frozenset[ObjectKey]
+    once: tuple[Manifest, ...]
+    seeds: Mapping[ObjectKey, Manifest]
+    scales: Mapping[ObjectKey, int]
+    drain: frozenset[InstanceId]
+    workers_status: Mapping[ObjectKey, Mapping[str, Any]]
+    facts: Facts
+    wait_s: float | None
+    hands_off: bool
+
+
+Decide = Callable[[Manifest, Observed, float], Decision]
+
+
+@dataclass
+class Decider:
+    """Decides, deployment by deployment."""
+
+    get_preset: GetPreset = load_preset
+    _histories: dict[str, History] = field(default_factory=dict)
+
+    def __call__(self, resource: Manifest, observed: Observed, now_s: float) -> Decision:
+        """The decision. Raises NotDecided where the spec cannot run."""
+        uid = resource["metadata"]["uid"]
+        history = self._histories.get(uid, History())
+        decision, self._histories[uid] = decide(resource, observed, history, now_s, self.get_preset)
+        return decision
+
+    def forget(self, uid: str) -> None:
+        """Of a deployment that is gone."""
+        self._histories.pop(uid, None)
+
+
+def decide(
+    resource: Manifest, observed: Observed, history: History, now_s: float, get_preset: GetPreset
+) -> tuple[Decision, History]:
+    """The decision and the history for the next one. Raises NotDecided."""
+    try:
+        effective = _effective(resource, get_preset)
+        stored = remembered(observed.revisions)
+        update = revision_of(effective, stored[-1] if stored else None)
+        counts = targets(effective.deployment.spec, observed, history, now_s)
+        step = _step(effective, observed, stored, update, counts, now_s)
+        known = {revision.name: revision for revision in (*stored, update)}
+        rendered = _rendered(effective, observed, stored, update, known, step)
+    except CapacityError as exc:
+        raise NotDecided("DoesNotFit", str(exc)) from exc
+    except ConfigError as exc:
+        raise NotDecided("InvalidSpec", str(exc)) from exc
+    blocking = [o for o in rendered.obstacles if o.reason != "EngineNotConnected"]
+    if blocking:
+        raise NotDecided(blocking[0].reason, "; ".join(o.message for o in blocking))
+    return _decision(effective, observed, rendered, step, update, counts, known), counts.history
+
+
+def _effective(resource: Manifest, get_preset: GetPreset) -> Effective:
+    """The resource as the API models see it, without what the API server keeps for itself."""
+    metadata = {k: v for k, v in resource["metadata"].items() if k != "managedFields"}
+    document = {k: v for k, v in resource.items() if k != "status"} | {"metadata": metadata}
+    name = resource["metadata"]["name"]
+    return resolve(validated(document, name), get_preset, name)
+
+
+def _step(
+    effective: Effective,
+    observed: Observed,
+    stored: tuple[Revision, ...],
+    update: Revision,
+    counts: Targets,
+    now_s: float,
+) -> Step:
+    spec = effective.deployment.spec
+    resources = {role.gpu.resource or "amd.com/gpu" for _, role in spec.roles()}
+    view = view_of(spec, {r.name: shape_of(r, resources) for r in (*stored, update)})
+    names = tuple(dict.fromkeys(r.name for r in (*stored, update)))
+    failed = frozenset(
+        manifest["data"]["name"]
+        for manifest in observed.revisions
+        if (manifest["metadata"].get("annotations") or {}).get(FAILED) == "true"
+    )
+    revisions = Revisions(update=update.name, history=names, failed=failed & set(names))
+    return next_step(view, observed.instances, revisions, counts.by_role, now_s)
+
+
+def _rendered(
+    effective: Effective,
+    observed: Observed,
+    stored: tuple[Revision, ...],
+    update: Revision,
+    known: Mapping[str, Revision],
+    step: Step,
+) -> Rendered:
+    instances = [i for i in step.instances if i.revision in known]
+    unrouted = {i for i in instances if i.revision not in step.routed}
+    in_use = {i.revision for i in step.instances} | {i.id.revision for i in observed.instances}
+    return render(
+        effective,
+        revisions=known,
+        instances=sorted(instances),
+        capabilities=observed.capabilities,
+        update=step.target_revision if step.target_revision in known else update.name,
+        history=_history(effective.deployment.spec, stored, update, in_use),
+        pools=pool_addresses(observed.children),
+        draining=step.drain | unrouted,
+    )
+
+
+def _history(
+    spec: DeploymentSpec, stored: tuple[Revision, ...], update: Revision, in_use: set[str]
+) -> list[Revision]:
+    """Revisions to keep, oldest first: in use, the update, and the newest up to the limit."""
+    newest: dict[str, Revision] = {}
+    for revision in (*stored, update):
+        newest.pop(revision.digest, None)
+        newest[revision.digest] = revision
+    # of several that differ in the router or the pool alone, the last stands for the name
+    last_of = {revision.name: digest for digest, revision in newest.items()}
+    others = [
+        digest
+        for digest, revision in newest.items()
+        if digest != update.digest
+        and not (revision.name in in_use and last_of[revision.name] == digest)
+    ]
+    dropped = set(others[: max(0, len(others) - spec.rollout.revision_history_limit)])
+    return [revision for digest, revision in newest.items() if digest not in dropped]
+
+
+def _decision(
+    effective: Effective,
+    observed: Observed,
+    rendered: Rendered,
+    step: Step,
+    update: Revision,
+    counts: Targets,
+    known: Mapping[str, Revision],
+) -> Decision:
+    deployment = effective.deployment
+    spec = deployment.spec
+    manifests = numbered(rendered.manifests, observed.revisions, step.failed)
+    unknown = {i for i in step.instances if i.revision not in known}
+    kept = frozenset(
+        key
+        for key, child in observed.children.items()
+        if instance_id(child["metadata"].get("labels") or {}) in unknown
+    )
+    once = tuple(m for m in manifests if m["kind"] == "Secret")
+    workers = {ObjectKey.of(m): m for m in manifests if m["kind"] == "KimiWorkers"}
+    roles = dict(spec.roles())
+    problems = []
+    if spec.suspend == "Reconcile":
+        problems.append(
+            Problem("Suspended", "spec.suspend is Reconcile: nothing is changed", stalled=False)
+        )
+    facts = Facts(
+        deployment=deployment,
+        observed=observed,
+        step=step,
+        targets=counts.by_role,
+        scaling_reason=counts.reason,
+        update_revision=update.name,
+        left_out=tuple(f"{left.what}: {left.reason}" for left in rendered.left_out),
+        problems=tuple(problems),
+        recommendation=counts.recommendation,
+    )
+    waits = [wait for wait in (step.wait_s, counts.wait_s) if wait is not None]
+    return Decision(
+        wanted=tuple(m for m in manifests if m not in once),
+        kept=kept.union(map(ObjectKey.of, once)),
+        once=once,
+        seeds={
+            key: seeded(m, seed(_role(m), roles[_role(m)], observed)) for key, m in workers.items()
+        },
+        scales=_scales(spec, workers, counts),
+        drain=step.drain,
+        workers_status={
+            key: workers_status(
+                observed.children[key],
+                observed.instances,
+                selector_of_role(deployment.name, _role(m)),
+            )
+            for key, m in workers.items()
+            if key in observed.children
+        },
+        facts=facts,
+        wait_s=min(waits, default=None),
+        hands_off=spec.suspend == "Reconcile",
+    )
+
+
+def _role(workers: Manifest) -> RoleName:
+    role: RoleName = workers["spec"]["role"]
+    return role
+
+
+def _scales(
+    spec: DeploymentSpec, workers: Mapping[ObjectKey, Manifest], counts: Targets
+) -> dict[ObjectKey, int]:
+    """Replicas by KimiWorkers of the roles whose number the planner decides."""
+    if spec.suspend == "Scale":
+        return {}  # the number is what they come back to
+    managed = {name for name, role in spec.roles() if role.scaling.mode == "Managed"}
+    return {
+        key: counts.by_role[_role(manifest)]
+        for key, manifest in workers.items()
+        if _role(manifest) in managed
+    }
+
+
+__all__ = ["Decide", "Decider", "Decision", "NotDecided", "decide"]

@@ -1,0 +1,244 @@
+"""kopf's triggers: they take in what watches tell and wake a deployment, and decide nothing.
+
+One daemon per KimiDeployment makes its passes, one after another; events of the resource and of
+its children only wake it, so that a burst of them becomes one pass. kopf lists every indexed kind
+before it starts a daemon: the first pass sees all there is.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import kopf
+
+from kimi_operator.cache import Cache, Change, Key
+from kimi_operator.clock import now_s
+from kimi_operator.desired.labels import MANAGED_BY
+from kimi_operator.kinds import BY_ID, CHILDREN, Kind
+from kimi_operator.metrics import Metrics
+from kimi_operator.observed import Capabilities
+from kimi_operator.reconcile import Reconciler
+from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError
+
+FINALIZER = "kimistack.dev/teardown"
+DEBOUNCE_S = 0.2
+FIRST_BACKOFF_S = 1.0
+MOST_BACKOFF_S = 60.0
+TEARDOWN_POLL_S = 2.0
+OURS = "kimideployments"
+SELECTOR = ",".join(f"{name}={value}" for name, value in MANAGED_BY.items())
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Wakes:
+    """Who waits for a pass, and since when."""
+
+    metrics: Metrics
+    _events: dict[Key, asyncio.Event] = field(default_factory=dict)
+    _since_s: dict[Key, float] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, key: Key) -> Iterator[asyncio.Event]:
+        """The deployment's wake, set at the start: create and resume are alike."""
+        event = self._events[key] = asyncio.Event()
+        self.wake(key)
+        try:
+            yield event
+        finally:
+            if self._events.get(key) is event:
+                del self._events[key]
+                self._since_s.pop(key, None)
+
+    def wake(self, key: Key | None) -> None:
+        """Have a pass made, if somebody makes passes of it."""
+        event = self._events.get(key) if key is not None else None
+        if event is not None and key is not None and not event.is_set():
+            event.set()
+            self._since_s.setdefault(key, now_s())
+            self.metrics.waiting.set(len(self._since_s))
+
+    def begun(self, key: Key) -> None:
+        """A pass begins: what comes from now on needs another one."""
+        self._events[key].clear()
+        self._since_s.pop(key, None)
+        self.metrics.waiting.set(len(self._since_s))
+
+    def oldest_s(self) -> float:
+        """How long the longest waiting deployment has waited."""
+        return now_s() - min(self._since_s.values(), default=now_s())
+
+
+@dataclass
+class Daemons:
+    """Makes the passes of each deployment, and backs off where they fail."""
+
+    reconciler: Reconciler
+    wakes: Wakes
+    metrics: Metrics
+
+    async def keep(self, key: Key, stopped: Any) -> None:
+        """Make passes until the deployment goes or the operator ends."""
+        failures = 0
+        with self.wakes.of(key) as wake:
+            await stopped.wait(spread_s(key))
+            while not stopped:
+                self.wakes.begun(key)
+                wait_s, failures = await self._guarded(key, failures)
+                await first_of(wake, stopped, wait_s)
+                await stopped.wait(DEBOUNCE_S)
+            if kopf.DaemonStoppingReason.RESOURCE_DELETED in (stopped.reason or _NO_REASON):
+                await self._tear_down(key, wake)
+
+    async def _guarded(self, key: Key, failures: int) -> tuple[float | None, int]:
+        """One pass that never raises: after how long the next is due, and failures in a row.
+
+        kopf ends the whole operator over an exception in a daemon's worker, and one deployment's
+        bad luck is no reason to stop serving the others.
+        """
+        began_s, outcome = now_s(), "failed"
+        try:
+            wait_s = await self.reconciler.run_pass(key)
+            outcome = "ok"
+            return wait_s, 0
+        except ClusterConflict as exc:
+            outcome = "conflict"
+            self.metrics.conflicts.inc()
+            logger.info("%s: %s; once more", key, exc)
+            return backoff_s(failures), failures + 1
+        except ClusterBusy as exc:
+            outcome = "busy"
+            logger.warning("%s: %s", key, exc)
+            return max(backoff_s(failures), exc.retry_after_s or 0.0), failures + 1
+        except ClusterError as exc:
+            outcome = "refused"
+            logger.warning("%s: %s", key, exc)
+            return backoff_s(failures), failures + 1
+        except Exception:
+            logger.exception("%s: the pass failed by a defect of the operator", key)
+            return backoff_s(failures), failures + 1
+        finally:
+            self.metrics.passes.labels(outcome).observe(now_s() - began_s)
+
+    async def _tear_down(self, key: Key, wake: asyncio.Event) -> None:
+        """Take down in order, within a deadline: deletion may be slow, but never stick."""
+        deadline_s = now_s() + self.reconciler.teardown_s(key)
+        failures = 0
+        while now_s() < deadline_s:
+            wake.clear()
+            wait_s = TEARDOWN_POLL_S
+            try:
+                if await self.reconciler.tear_down(key) is None:
+                    return
+                failures = 0
+            except ClusterError as exc:
+                logger.warning("%s: teardown: %s", key, exc)
+                wait_s, failures = backoff_s(failures), failures + 1
+            try:
+                async with asyncio.timeout(wait_s):
+                    await wake.wait()
+            except TimeoutError:
+                pass
+        logger.warning("%s: the teardown took too long; garbage collection does the rest", key)
+
+
+_NO_REASON = kopf.DaemonStoppingReason(0)
+
+
+def backoff_s(failures: int) -> float:
+    """Seconds until the next attempt."""
+    return float(min(FIRST_BACKOFF_S * 2**failures, MOST_BACKOFF_S))
+
+
+def spread_s(key: Key, within_s: float = 2.0) -> float:
+    """A delay of a deployment's own, so that a start with many of them is no burst."""
+    return within_s * (sum(str(key).encode()) % 97) / 97
+
+
+async def first_of(wake: asyncio.Event, stopped: Any, within_s: float | None) -> None:
+    """Until one of the two is set, or the time is over."""
+
+    async def until_stopped() -> None:
+        await stopped.wait(within_s)
+
+    async with asyncio.TaskGroup() as tasks:
+        waits = {tasks.create_task(wake.wait()), tasks.create_task(until_stopped())}
+        _, late = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in late:
+            task.cancel()
+
+
+def watched_kinds(served: Capabilities) -> tuple[Kind, ...]:
+    """Kinds of children and pods to watch: of a kind in several versions, the newest served."""
+    found: dict[tuple[str, str], Kind] = {}
+    for kind in (*CHILDREN, BY_ID["v1/Pod"]):
+        if served.serves(kind.id):
+            found.setdefault((kind.group, kind.kind), kind)
+    return tuple(found.values())
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """What of kopf's defaults does not fit an operator that decides from levels."""
+    settings.persistence.finalizer = FINALIZER
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="kimistack.dev")
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="kimistack.dev")
+    settings.posting.enabled = False
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    settings.networking.enforce_retry_after = True
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    settings.watching.connect_timeout = 5
+    settings.queueing.error_delays = (1, 2, 5, 10, 30)
+    settings.scanning.disabled = True
+    settings.peering.standalone = True
+
+
+def register(
+    registry: kopf.OperatorRegistry,
+    settings: kopf.OperatorSettings,
+    cache: Cache,
+    daemons: Daemons,
+    served: Capabilities,
+) -> None:
+    """Have kopf call us for every kind there is to watch."""
+    kopf.on.login(registry=registry, id="kubeconfig")(cast(Any, kopf.login_with_kubeconfig))
+    kopf.on.login(registry=registry, id="pod")(cast(Any, kopf.login_with_service_account))
+    ours = BY_ID["kimistack.dev/v1alpha1/KimiDeployment"]
+    _watch(registry, cache, daemons.wakes, ours)
+    for kind in watched_kinds(served):
+        _watch(registry, cache, daemons.wakes, kind)
+        settings.watching.label_selectors[kind.group, _version(kind), kind.plural] = SELECTOR
+
+    @kopf.daemon(
+        ours.group,
+        _version(ours),
+        ours.plural,
+        registry=registry,
+        id="reconcile",
+        cancellation_polling=TEARDOWN_POLL_S,
+    )
+    async def keep_reconciled(meta: kopf.Meta, stopped: Any, **_: Any) -> None:
+        await daemons.keep(Key.of(meta), stopped)
+
+
+def _version(kind: Kind) -> str:
+    return kind.api_version.rpartition("/")[2]
+
+
+def _watch(registry: kopf.OperatorRegistry, cache: Cache, wakes: Wakes, kind: Kind) -> None:
+    at = (kind.group, _version(kind), kind.plural)
+
+    def taken_in(change: Change, body: Any) -> Key | None:
+        return cache.saw(change, {**body, "apiVersion": kind.api_version, "kind": kind.kind})
+
+    @kopf.index(*at, registry=registry, id=f"{kind.plural}-index")
+    async def fill(body: kopf.Body, **_: Any) -> None:
+        taken_in("MODIFIED", body)
+
+    @kopf.on.event(*at, registry=registry, id=f"{kind.plural}-event")
+    async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002
+        wakes.wake(taken_in("DELETED" if type == "DELETED" else "MODIFIED", body))

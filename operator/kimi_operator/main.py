@@ -1,0 +1,277 @@
+"""The operator process: leadership, kopf around the reconciler, probes and metrics.
+
+`python -m kimi_operator.main` runs it. It ends with exit code 1 when it loses its Lease: whatever
+it was doing may not go on, and a restarted process starts from the cluster.
+"""
+
+import asyncio
+import json
+import logging
+import logging.config
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import kopf
+from aiohttp import web
+
+from kimi_operator.cache import Cache
+from kimi_operator.clock import now_s, rfc3339, rfc3339_micro, unix_s
+from kimi_operator.decide import Decider
+from kimi_operator.handlers import SELECTOR, Daemons, Wakes, configure, register, watched_kinds
+from kimi_operator.kube import Kube, TokenBucket, open_kube
+from kimi_operator.lease import RETRY_S, Leadership
+from kimi_operator.metrics import Metrics
+from kimi_operator.observed import Capabilities, ObjectKey
+from kimi_operator.reconcile import Reconciler
+from kimi_operator.settings import OperatorSettings, operator_settings
+from kimi_runtime.errors import ClusterError, ConfigError, KimistackError
+
+LEASE = "kimi-operator"
+OURS = ("kimistack.dev/v1alpha1/KimiDeployment", "kimistack.dev/v1alpha1/KimiWorkers")
+RELIST_S = 600.0
+STUCK_S = 600.0
+RENEWAL_STUCK_S = 180.0
+CRDS_WITHIN_S = 600.0
+STOP_WITHIN_S = 30.0
+logger = logging.getLogger(__name__)
+
+
+class LeadershipLost(KimistackError):
+    """Another operator may lead now."""
+
+
+@dataclass
+class Operator:
+    """One operator process. `ready` is set while watches are running."""
+
+    settings: OperatorSettings
+    kube: Kube
+    metrics: Metrics = field(default_factory=Metrics)
+    cache: Cache = field(default_factory=Cache)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.wakes = Wakes(self.metrics)
+        lease = ObjectKey("coordination.k8s.io/v1", "Lease", self.settings.own_namespace, LEASE)
+        self.leadership = Leadership(
+            self.kube, lease, self.settings.identity, now_s, lambda: rfc3339_micro(unix_s())
+        )
+
+    async def run(self) -> None:
+        """Lead and reconcile until `stop` is set. Raises LeadershipLost, ClusterError."""
+        async with asyncio.TaskGroup() as tasks:
+            probes = tasks.create_task(self._serve_probes(), name="probes")
+            try:
+                if await self._elected():
+                    await self._lead()
+            finally:
+                probes.cancel()
+                if self.settings.leader_election:
+                    await self.leadership.release()
+
+    async def _elected(self) -> bool:
+        """Wait for the Lease; False if the process is to end before that."""
+        while self.settings.leader_election and not self.stop.is_set():
+            if await self.leadership.attempt():
+                break
+            await _until(self.stop, RETRY_S)
+        self.metrics.leading.set(int(not self.stop.is_set()))
+        return not self.stop.is_set()
+
+    async def _lead(self) -> None:
+        served = await self._served()
+        if served is None:
+            return
+        reconciler = Reconciler(self.kube, self.cache, served, Decider(), self.metrics, unix_s)
+        registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
+        configure(settings)
+        daemons = Daemons(reconciler, self.wakes, self.metrics)
+        register(registry, settings, self.cache, daemons, served)
+        async with asyncio.TaskGroup() as tasks:
+            beside = [
+                tasks.create_task(self._renew(), name="lease"),
+                tasks.create_task(self._relist(served, reconciler), name="relist"),
+            ]
+            await asyncio.sleep(0)  # kopf stops at its end whatever task began after it
+            try:
+                await kopf.operator(
+                    registry=registry,
+                    settings=settings,
+                    standalone=True,
+                    clusterwide=not self.settings.namespaces,
+                    namespaces=self.settings.namespaces,
+                    stop_flag=self.stop,
+                    ready_flag=self.ready,
+                )
+            finally:
+                self.ready.clear()
+                for task in beside:
+                    task.cancel()
+
+    async def _served(self) -> Capabilities | None:
+        """What the server serves, once it serves our kinds; None if the process is to end."""
+        deadline_s = now_s() + CRDS_WITHIN_S
+        while not self.stop.is_set():
+            try:
+                served = await self.kube.capabilities()
+                missing = [kind for kind in OURS if not served.serves(kind)]
+                if not missing:
+                    return served
+                problem = f"the cluster lacks the CRDs of {', '.join(missing)}: apply crds/"
+            except ClusterError as exc:
+                problem = str(exc)
+            if now_s() > deadline_s:
+                raise ConfigError(problem)
+            logger.warning("%s", problem)
+            await _until(self.stop, RETRY_S)
+            if self.settings.leader_election:
+                await self.leadership.attempt()
+        return None
+
+    async def _renew(self) -> None:
+        """Renew the Lease; the process ends when it cannot."""
+        while self.settings.leader_election and not self.stop.is_set():
+            if not await self.leadership.attempt():
+                self.metrics.leading.set(0)
+                raise LeadershipLost(f"the Lease {LEASE} could not be renewed")
+            await _until(self.stop, RETRY_S)
+
+    async def _relist(self, served: Capabilities, reconciler: Reconciler) -> None:
+        """List every kind now and then: a watch that broke off has lost deletions."""
+        while not await _until(self.stop, RELIST_S):
+            for kind in watched_kinds(served):
+                for namespace in self.settings.namespaces or (None,):
+                    try:
+                        found = await self.kube.list(kind.id, namespace, SELECTOR)
+                    except ClusterError as exc:
+                        logger.warning("listing %s: %s", kind.plural, exc)
+                        continue
+                    for key in self.cache.replace(kind.id, namespace, found):
+                        self.metrics.missed.inc()
+                        self.wakes.wake(key)
+            for key in self.cache.deployments():
+                reconciler.forget_settled(key)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the process should be restarted; None if it should not."""
+        if self.wakes.oldest_s() > STUCK_S:
+            return f"a deployment has waited for its pass for {self.wakes.oldest_s():.0f}s"
+        if self.ready.is_set() and self.settings.leader_election:
+            ago_s = self.leadership.renewed_ago_s
+            if ago_s > RENEWAL_STUCK_S:
+                return f"the Lease was last renewed {ago_s:.0f}s ago"
+        return None
+
+    @asynccontextmanager
+    async def probes(self) -> AsyncIterator[int]:
+        """Probes and metrics over HTTP; the port they are on."""
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, None, self.settings.http_port)
+            await site.start()
+            yield int(runner.addresses[0][1])
+        finally:
+            await runner.cleanup()
+
+    async def _serve_probes(self) -> None:
+        async with self.probes():
+            await asyncio.Event().wait()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        trouble = self.trouble
+        return web.Response(status=500 if trouble else 200, text=trouble or "ok")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        # one that waits for the Lease is ready to take over
+        waiting = self.settings.leader_election and not self.leadership.held
+        ready = waiting or self.ready.is_set()
+        return web.Response(status=200 if ready else 503, text="ok" if ready else "starting")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.metrics.deployments.labels("known").set(len(self.cache.deployments()))
+        return web.Response(body=self.metrics.text(), content_type="text/plain")
+
+
+async def _until(event: asyncio.Event, within_s: float) -> bool:
+    """Whether the event was set in that time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line. Nothing but the message is rendered: no values of a manifest."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "at": rfc3339(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        reference = getattr(record, "k8s_ref", None)  # kopf's
+        if reference:
+            line["object"] = f"{reference.get('namespace')}/{reference.get('name')}"
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr(level: str) -> None:
+    """JSON lines; libraries speak up from warnings on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("kimi_operator").setLevel(level.upper())
+
+
+async def serve(settings: OperatorSettings) -> None:
+    """Run until SIGTERM or SIGINT."""
+    writes = TokenBucket(settings.write_rate, settings.write_burst, now_s, asyncio.sleep)
+    async with open_kube(writes, kubeconfig=settings.kubeconfig) as kube:
+        operator = Operator(settings, kube)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, operator.stop.set)
+        await operator.run()
+
+
+def main() -> None:
+    """The process. A KimistackError is one line of the log and exit code 1 or its own."""
+    try:
+        settings = operator_settings()
+        log_to_stderr(settings.log_level)
+        asyncio.run(serve(settings))
+    except BaseExceptionGroup as group:
+        known, rest = group.split(KimistackError)
+        if rest is not None or known is None:
+            raise
+        _end(known.exceptions[0])
+    except KimistackError as exc:
+        _end(exc)
+
+
+def _end(exc: BaseException) -> None:
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    logger.error("%s", exc)
+    sys.exit(getattr(exc, "exit_code", 1))
+
+
+if __name__ == "__main__":
+    main()

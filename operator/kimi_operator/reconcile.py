@@ -1,0 +1,359 @@
+"""One pass over one KimiDeployment: observe, decide, apply, prune, say so once.
+
+Level-triggered: a pass may start at any time, for any reason, twice. Nothing is remembered that
+the next pass needs; what is (nodes for a minute, the answer to the last apply) only saves requests.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kimi_operator.cache import Cache, Key
+from kimi_operator.changes import Apply, Changes, Delete, changes, fingerprint
+from kimi_operator.clock import rfc3339
+from kimi_operator.conditions import transitions
+from kimi_operator.decide import Decide, Decision, NotDecided
+from kimi_operator.events import event_of
+from kimi_operator.instances import LoadReport, broken_pods, drain_patches, instance_views
+from kimi_operator.kube import Kube
+from kimi_operator.metrics import Metrics
+from kimi_operator.nodes import node_view
+from kimi_operator.observed import (
+    Capabilities,
+    Manifest,
+    NodeView,
+    ObjectKey,
+    Observed,
+    Signals,
+)
+from kimi_operator.scale import workers_replicas
+from kimi_operator.status import Problem, first_status, status_of, unable_status
+from kimi_operator.teardown import STAGES, next_teardown
+from kimi_runtime.errors import ClusterConflict, ClusterRefused
+
+RESYNC_S = 600.0
+REFUSED_S = 300.0
+"""A refused request may pass once somebody changed a right or a quota, of which no event tells."""
+NODES_FOR_S = 60.0
+logger = logging.getLogger(__name__)
+
+
+class Loads(Protocol):
+    """What workers and routers say of themselves. Never raises: what is not known is absent."""
+
+    async def read(
+        self, key: Key, children: Mapping[ObjectKey, Manifest]
+    ) -> tuple[Mapping[str, LoadReport], Signals]:
+        """Load reports by pod name, and the signals of the deployment's routers."""
+
+
+class NoLoads:
+    """Nobody is asked."""
+
+    async def read(
+        self, key: Key, children: Mapping[ObjectKey, Manifest]
+    ) -> tuple[Mapping[str, LoadReport], Signals]:
+        """Nothing is known."""
+        return {}, Signals()
+
+
+@dataclass
+class _Remembered:
+    """Of one deployment, by uid: what saves requests."""
+
+    uid: str
+    settled: dict[ObjectKey, str] = field(default_factory=dict)
+    created: set[ObjectKey] = field(default_factory=set)
+
+
+@dataclass
+class Reconciler:
+    """Passes over deployments. One pass of a deployment at a time; the caller sees to that."""
+
+    kube: Kube
+    cache: Cache
+    capabilities: Capabilities
+    decide: Decide
+    metrics: Metrics
+    unix_s: Callable[[], float]
+    loads: Loads = field(default_factory=NoLoads)
+    _remembered: dict[Key, _Remembered] = field(default_factory=dict)
+    _nodes: tuple[NodeView, ...] | None = None
+    _nodes_at_s: float = float("-inf")
+
+    async def run_pass(self, key: Key) -> float | None:
+        """One pass; when the next one is due although nothing happened, None if never.
+
+        Raises ClusterBusy and ClusterConflict: the same pass may go through later.
+        """
+        resource = self.cache.deployment(key)
+        if resource is None:
+            self._remembered.pop(key, None)
+            return None
+        if "deletionTimestamp" in resource["metadata"]:
+            return None
+        memory = self._memory(key, resource["metadata"]["uid"])
+        if not (resource.get("status") or {}).get("conditions"):
+            generation = resource["metadata"]["generation"]
+            await self._write_status(key, first_status(generation, self._now()))
+        try:
+            return await self._converge(key, memory)
+        except NotDecided as exc:
+            await self._write_unable(key, Problem(exc.reason, str(exc)))
+            return RESYNC_S
+
+    async def tear_down(self, key: Key) -> str | None:
+        """One step of the ordered deletion; the stage under way, None when nothing is left of it.
+
+        Raises as `run_pass`, and ClusterRefused.
+        """
+        resource = self.cache.deployment(key)
+        if resource is None:
+            return None
+        uid = resource["metadata"]["uid"]
+        stage, deletes = next_teardown(self.cache.children(key), uid)
+        for wanted in deletes:
+            await self._delete(key, wanted)
+        return stage
+
+    def teardown_s(self, key: Key) -> float:
+        """How long the ordered deletion may take: each stage its pods' grace, and some more."""
+        graces = [
+            float(child["spec"].get("terminationGracePeriodSeconds") or 30)
+            for at, child in self.cache.children(key).items()
+            if at.kind == "Pod"
+        ]
+        return len(STAGES) * 30.0 + 3 * max(graces, default=0.0)
+
+    async def _converge(self, key: Key, memory: _Remembered) -> float | None:
+        decision, observed = await self._look(key)
+        problems: list[Problem] = []
+        wrote = 0
+        if not decision.hands_off:
+            wrote, problems = await self._write(key, memory, decision, observed)
+        if wrote:
+            # the status must speak of what is there now, not of what was there before the writes
+            decision, observed = await self._look(key)
+        facts = replace(decision.facts, problems=(*decision.facts.problems, *problems))
+        resource = self.cache.deployment(key)
+        if resource is None:
+            return None
+        status = status_of(facts, resource.get("status") or {}, self._now())
+        await self._write_status(key, status)
+        for workers, workers_status in decision.workers_status.items():
+            await self._write_workers_status(workers, workers_status, observed)
+        waits = [RESYNC_S, *([decision.wait_s] if decision.wait_s is not None else [])]
+        return min(waits + ([REFUSED_S] if problems else []))
+
+    async def _look(self, key: Key) -> tuple[Decision, Observed]:
+        resource = self.cache.deployment(key)
+        if resource is None:
+            raise ClusterConflict(f"{key} was deleted during the pass")
+        observed = await self._observe(key, resource["metadata"]["uid"])
+        return self.decide(resource, observed, self.unix_s()), observed
+
+    async def _observe(self, key: Key, uid: str) -> Observed:
+        children = self.cache.children(key)
+        loads, signals = await self.loads.read(key, children)
+        revisions = [
+            child
+            for at, child in children.items()
+            if at.kind == "ControllerRevision" and _is_ours(child, uid)
+        ]
+        return Observed(
+            children=children,
+            instances=instance_views(children, uid, loads),
+            revisions=tuple(
+                sorted(revisions, key=lambda r: (r["revision"], r["metadata"]["name"]))
+            ),
+            nodes=await self._list_nodes(),
+            signals=signals,
+            workers_replicas=workers_replicas(children, uid),
+            capabilities=self.capabilities,
+        )
+
+    async def _list_nodes(self) -> tuple[NodeView, ...] | None:
+        now_s = self.unix_s()
+        if now_s - self._nodes_at_s < NODES_FOR_S:
+            return self._nodes
+        try:
+            self._nodes = tuple(node_view(node) for node in await self.kube.list("v1/Node", None))
+        except ClusterRefused:
+            self._nodes = None
+        self._nodes_at_s = now_s
+        return self._nodes
+
+    async def _write(
+        self, key: Key, memory: _Remembered, decision: Decision, observed: Observed
+    ) -> tuple[int, list[Problem]]:
+        """Everything a decision asks for; how much was written, and what was refused."""
+        plan = changes(
+            decision.wanted,
+            observed.children,
+            memory.uid,
+            kept=decision.kept,
+            settled=memory.settled,
+        )
+        problems = [_taken(foreign) for foreign in plan.foreign]
+        wrote = 0
+        for manifest in decision.once:
+            wrote += await self._create_once(memory, manifest, problems)
+        wrote += await self._mark_drains(decision, observed)
+        wrote += await self._scale(decision, observed)
+        wrote += await self._apply_all(memory, plan, decision.seeds, problems)
+        for wanted in plan.deletes:
+            await self._delete(key, wanted)
+        for pod in broken_pods(observed.children):
+            metadata = pod["metadata"]
+            await self.kube.delete(ObjectKey.of(pod), uid=metadata["uid"])
+        return wrote + len(plan.deletes), problems
+
+    async def _create_once(
+        self, memory: _Remembered, manifest: Manifest, problems: list[Problem]
+    ) -> int:
+        """POST what may not be read: that the name is taken means that it is there."""
+        at = ObjectKey.of(manifest)
+        if at in memory.created:
+            return 0
+        try:
+            created = await self.kube.create(manifest)
+        except ClusterRefused as exc:
+            problems.append(_refused(at, exc))
+            return 0
+        memory.created.add(at)
+        return int(created is not None)
+
+    async def _apply_all(
+        self,
+        memory: _Remembered,
+        plan: Changes,
+        seeds: Mapping[ObjectKey, Manifest],
+        problems: list[Problem],
+    ) -> int:
+        wrote = 0
+        for change in plan.applies:
+            try:
+                wrote += await self._apply(memory, change, seeds.get(change.key))
+            except ClusterRefused as exc:
+                problems.append(_refused(change.key, exc))
+        return wrote
+
+    async def _apply(self, memory: _Remembered, change: Apply, seed: Manifest | None) -> int:
+        at = change.key
+        if change.reason == "create":
+            there = await self.kube.get(at)
+            if there is not None and not _is_ours(there, memory.uid):
+                raise ClusterRefused(f"{at} is there and belongs to somebody else")
+            if there is None and seed is not None:
+                await self.kube.create(seed)
+        answer = await self.kube.apply(change.manifest)
+        self.metrics.applies.labels(at.kind, change.reason).inc()
+        memory.settled[at] = fingerprint(answer)
+        self.cache.saw("MODIFIED", answer)
+        return 1
+
+    async def _mark_drains(self, decision: Decision, observed: Observed) -> int:
+        patches = drain_patches(observed.children, decision.drain, self.unix_s())
+        for at, patch in patches.items():
+            answer = await self.kube.merge(at, patch)
+            if answer is not None:
+                self.cache.saw("MODIFIED", answer)
+        return len(patches)
+
+    async def _scale(self, decision: Decision, observed: Observed) -> int:
+        """Write the planner's numbers where its last ones are kept."""
+        wrote = 0
+        for at, replicas in decision.scales.items():
+            workers = observed.children.get(at)
+            if workers is not None and workers["spec"].get("replicas") != replicas:
+                answer = await self.kube.merge(at, {"spec": {"replicas": replicas}})
+                if answer is not None:
+                    self.cache.saw("MODIFIED", answer)
+                wrote += 1
+        return wrote
+
+    async def _delete(self, key: Key, wanted: Delete) -> None:
+        await self.kube.delete(wanted.key, uid=wanted.uid, foreground=wanted.foreground)
+        self.metrics.deletes.labels(wanted.key.kind).inc()
+        self.cache.condemn(key, wanted.key, wanted.uid, self._now())
+
+    async def _write_unable(self, key: Key, problem: Problem) -> None:
+        resource = self.cache.deployment(key)
+        if resource is not None:
+            generation = resource["metadata"]["generation"]
+            previous = resource.get("status") or {}
+            await self._write_status(key, unable_status(generation, problem, previous, self._now()))
+
+    async def _write_status(self, key: Key, status: dict[str, Any]) -> None:
+        """Patch the status if it differs, and tell of its transitions."""
+        resource = self.cache.deployment(key)
+        if resource is None:
+            return
+        before = resource.get("status") or {}
+        if before == status:
+            return
+        # a merge patch keeps what it does not name
+        gone = dict.fromkeys(before.keys() - status.keys())
+        answer = await self.kube.patch_status(key.object, {**_nulled(before, status), **gone})
+        self.metrics.status_patches.inc()
+        if answer is None:
+            return
+        self.cache.saw("MODIFIED", answer)
+        for transition in transitions(before.get("conditions") or (), status["conditions"]):
+            event = event_of(resource, transition, self._now())
+            if event is None:
+                continue
+            try:
+                await self.kube.create(event)
+            except ClusterRefused as exc:
+                logger.warning("an Event was refused: %s", exc)
+
+    async def _write_workers_status(
+        self, at: ObjectKey, status: Mapping[str, Any], observed: Observed
+    ) -> None:
+        workers = observed.children.get(at)
+        if workers is None or (workers.get("status") or {}) == status:
+            return
+        answer = await self.kube.patch_status(at, status)
+        if answer is not None:
+            self.cache.saw("MODIFIED", answer)
+
+    def _memory(self, key: Key, uid: str) -> _Remembered:
+        memory = self._remembered.get(key)
+        if memory is None or memory.uid != uid:
+            memory = self._remembered[key] = _Remembered(uid)
+        return memory
+
+    def forget_settled(self, key: Key) -> None:
+        """Let the next pass create again what it cannot see (the call key)."""
+        if key in self._remembered:
+            self._remembered[key].created.clear()
+
+    def _now(self) -> str:
+        return rfc3339(self.unix_s())
+
+
+def _nulled(before: Any, after: Any) -> Any:
+    """`after` as a merge patch over `before`: what it lacks is null, at every depth."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return after
+    gone: dict[str, Any] = dict.fromkeys(before.keys() - after.keys())
+    return gone | {name: _nulled(before.get(name), value) for name, value in after.items()}
+
+
+def _is_ours(child: Mapping[str, Any], uid: str) -> bool:
+    owners = child["metadata"].get("ownerReferences", ())
+    return any(owner.get("controller") and owner["uid"] == uid for owner in owners)
+
+
+def _taken(at: ObjectKey) -> Problem:
+    return Problem(
+        "NameTaken",
+        f"{at} is there and belongs to somebody else; delete it, or give the deployment another "
+        "name",
+    )
+
+
+def _refused(at: ObjectKey, exc: ClusterRefused) -> Problem:
+    return Problem("Rejected", f"{at}: {exc}")
