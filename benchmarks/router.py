@@ -7,6 +7,7 @@ no time. Run `python benchmarks/router.py`; it prints one table. A chunk carries
 import argparse
 import asyncio
 import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -37,6 +38,7 @@ from scripted_stack import (
     running_worker,
 )
 
+TOKENS = 400
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 TEXT_ID = VOCABULARY.encode_text("fox")[0]
 STOP_ID = VOCABULARY.special("<|im_end|>")
@@ -133,7 +135,15 @@ def _row(name: str, latencies: list[float], rate: float) -> str:
     return f"| {name:<16} | {cuts[49] * 1e3:8.2f} | {cuts[98] * 1e3:8.2f} | {rate:10,.0f} |"
 
 
-async def _measure(worker_url: str, router_url: str, requests: int, streams: int) -> None:
+def _cpu_s(pid: int) -> float:
+    """Processor seconds a process has used: unlike latency, about the same on a busy machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _measure(
+    worker_url: str, router_url: str, router_pid: int, requests: int, streams: int
+) -> None:
     ids = tuple(VOCABULARY.encode_text(PROMPT))
     async with aiohttp.ClientSession() as inner, aiohttp.ClientSession(router_url) as outer:
         worker = PeerClient(inner, "w", worker_url, CALL_KEY.encode())
@@ -148,8 +158,11 @@ async def _measure(worker_url: str, router_url: str, requests: int, streams: int
         rows = []
         for name, call in (("worker alone", direct), ("through router", routed)):
             await call(1, -1)
+            marks = [_cpu_s(router_pid)]
             latencies = [await call(1, number) for number in range(requests)]
-            rate = await _rate(call, streams=streams, tokens=400)
+            marks.append(_cpu_s(router_pid))
+            rate = await _rate(call, streams=streams, tokens=TOKENS)
+            marks.append(_cpu_s(router_pid))
             rows.append((name, latencies, rate))
     print(f"{requests} requests of {len(ids)} prompt tokens; {streams} concurrent streams")
     print(f"{platform.machine()}, Python {platform.python_version()}")
@@ -161,6 +174,9 @@ async def _measure(worker_url: str, router_url: str, requests: int, streams: int
     base = [statistics.quantiles(rows[0][1], n=100)[n] for n in (49, 98)]
     p50, p99 = ((a - b) * 1e3 for a, b in zip(added, base, strict=True))
     print(f"| added            | {p50:8.2f} | {p99:8.2f} |            |")
+    request_ms = (marks[1] - marks[0]) / requests * 1e3
+    chunk_us = (marks[2] - marks[1]) / (streams * TOKENS) * 1e6
+    print(f"processor time of the router: {request_ms:.2f} ms a request, {chunk_us:.0f} us a chunk")
 
 
 def main() -> None:
@@ -177,7 +193,9 @@ def main() -> None:
         router_pipe, router = _process(_router, folder, worker_url)
         router_url = router_pipe.recv()
         try:
-            asyncio.run(_measure(worker_url, router_url, options.requests, options.streams))
+            asyncio.run(
+                _measure(worker_url, router_url, router.pid, options.requests, options.streams)
+            )
         finally:
             for pipe, process in ((router_pipe, router), (worker_pipe, worker)):
                 pipe.send("stop")
