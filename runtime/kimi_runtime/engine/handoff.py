@@ -102,6 +102,7 @@ class HandOffs:
 
     def release(self, ticket: str) -> bool:
         """The reader is done; False if the ticket is unknown, released before or expired."""
+        self.expire(clock.now_s())
         ended = self._end(ticket)
         self._counters.hand_offs_released += ended
         return ended

@@ -110,10 +110,6 @@ class BlockReader:
             return Pulled(progress.arrived, failure, still_written=progress.still_written)
         return Pulled(progress.arrived)
 
-    async def aclose(self) -> None:
-        """Close every session."""
-        await self._sessions.aclose()
-
     async def _read_all(
         self, session: Session, wanted: Sequence[Wanted], progress: "_Progress"
     ) -> None:

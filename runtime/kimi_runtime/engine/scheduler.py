@@ -257,9 +257,10 @@ class Scheduler:
         while need > self.blocks.available:
             if not (self._strip_waiting(but=request) or self._preempt_after(request, draft)):
                 break
-        more = self.blocks.allocate(max(0, min(need, self.blocks.available)))
-        assert more is not None
-        request.blocks.extend(more)
+        if need > 0:
+            more = self.blocks.allocate(min(need, self.blocks.available))
+            assert more is not None
+            request.blocks.extend(more)
         have = len(request.blocks) * self.limits.block_tokens
         return min(count, have - request.computed)
 

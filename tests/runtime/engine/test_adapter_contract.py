@@ -76,6 +76,12 @@ async def generate(adapter: Adapter, asked: GenerateRequest) -> Answer:
     return Answer([chunk async for chunk in adapter.generate(asked)])
 
 
+async def in_flight(adapter: Adapter, count: int) -> None:
+    """Let others run until so many requests are in."""
+    while sum(adapter.load().in_flight.values()) < count:
+        await asyncio.sleep(0)
+
+
 def prompt(seed: int, size: int) -> list[int]:
     return random.Random(seed).choices(range(500), k=size)
 
@@ -164,9 +170,8 @@ async def test_a_taken_hand_off_gives_the_ids_of_one_worker(open_engine):
 
 
 async def test_an_expired_offer_cannot_be_released(open_engine):
-    async with open_engine(Limits(lease_s=0.01)) as adapter:
+    async with open_engine(Limits(lease_s=1e-9)) as adapter:
         answer = await generate(adapter, request(prompt(1, 11), kv=KvPlan(offer=True)))
-        await asyncio.sleep(0.05)
         assert not await adapter.release(answer.hand_off.ticket)
 
 
@@ -190,7 +195,7 @@ async def test_load_reports_say_who_is_served_and_are_numbered(open_engine):
     async with open_engine(Limits(slow=True)) as adapter, asyncio.TaskGroup() as tasks:
         before = adapter.load()
         task = tasks.create_task(generate(adapter, request(prompt(1, 11), 5, router="r0")))
-        await asyncio.sleep(0.01)
+        await in_flight(adapter, 1)
         report = adapter.load()
         assert report.seq > before.seq
         assert report.in_flight == {"r0": 1}
@@ -203,9 +208,10 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(open_engine):
     limits = Limits(max_running=1, max_waiting=1, slow=True)
     async with open_engine(limits) as adapter, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(generate(adapter, request(prompt(1, 11), 5)))
-        await asyncio.sleep(0.01)
+        while not adapter.load().running:
+            await asyncio.sleep(0)
         waiting = tasks.create_task(generate(adapter, request(prompt(2, 11), 5)))
-        await asyncio.sleep(0.01)
+        await in_flight(adapter, 2)
         with pytest.raises(Overloaded) as refused:
             await generate(adapter, request(prompt(3, 11), 5))
         assert refused.value.retry_after_s > 0
@@ -216,7 +222,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back(open_engine):
 async def test_draining_refuses_the_new_and_cancels_what_is_left(open_engine):
     async with open_engine(Limits(slow=True)) as adapter, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(generate(adapter, request(prompt(1, 11), 50)))
-        await asyncio.sleep(0.01)
+        await in_flight(adapter, 1)
         await adapter.drain(within_s=0.01)
         with pytest.raises(Unavailable):
             await generate(adapter, request(prompt(2, 11), 5))

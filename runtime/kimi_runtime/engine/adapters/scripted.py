@@ -8,11 +8,11 @@ queues refuse, deadlines and cancellation free everything.
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from kimi_runtime import clock
+from kimi_runtime.engine.adapters.scripted_kv import ScriptedKv
 from kimi_runtime.engine.adapters.scripts import Reply, Script
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.intake import Intake
@@ -21,15 +21,11 @@ from kimi_runtime.spec.request import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
-    HandOff,
-    HandOffBlock,
     KvUsage,
-    RegionRef,
     TokenLogprob,
 )
 from kimi_runtime.spec.worker import Capabilities, LoadReport, Role, WorkerInfo
 from kimi_runtime.umbp.feed import FeedLog
-from kimi_runtime.umbp.keys import block_keys, root_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +74,6 @@ def scripted_info(
     )
 
 
-class _HeldBlocks:
-    """The keys of the last `capacity` blocks used, told to the feed."""
-
-    def __init__(self, feed: FeedLog, capacity: int) -> None:
-        self._feed, self._capacity = feed, capacity
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def leading(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of `keys` held."""
-        return next((n for n, key in enumerate(keys) if key not in self._keys), len(keys))
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # a chain is forgotten from its end
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        self._feed.add(keys)
-        while len(self._keys) > self._capacity:
-            self._feed.remove([self._keys.popitem(last=False)[0]])
-
-
 @dataclass(slots=True)
 class _Lane:
     """One request on its way through `ScriptedAdapter.generate`."""
@@ -129,17 +105,16 @@ class ScriptedAdapter:
         release_url: str = "",
     ) -> None:
         self._info, self._script, self._pace = info, script, pace or Pace()
-        self._pool_key, self._max_waiting = pool_key, max_waiting
-        self._lease_s, self._release_url = lease_s, release_url
+        self._max_waiting = max_waiting
         self._feed = FeedLog(
             info.name, epoch=info.epoch, tier="hbm", block_tokens=info.block_tokens
         )
-        self._held = _HeldBlocks(self._feed, info.total_blocks)
+        self._kv = ScriptedKv(
+            info, self._feed, pool_key=pool_key, lease_s=lease_s, release_url=release_url
+        )
         self._intake = Intake(info.name)
         self._slots = asyncio.Semaphore(max_running)
         self._stopped = asyncio.Event()
-        self._tickets: dict[str, float] = {}
-        self._tickets_given = 0
         self._queued_tokens = 0
         self._counters = EngineCounters()
 
@@ -200,11 +175,9 @@ class ScriptedAdapter:
 
     async def release(self, ticket: str) -> bool:
         """End a hand-off; False if the ticket is unknown, ended or past its lease."""
-        expires_s = self._tickets.pop(ticket, None)
-        if expires_s is None or expires_s < clock.now_s():
-            return False
-        self._counters.hand_offs_released += 1
-        return True
+        released = self._kv.release(ticket, now_s=clock.now_s())
+        self._counters.hand_offs_released += released
+        return released
 
     async def drain(self, *, within_s: float) -> None:
         """Refuse new requests, let the running ones finish, then cancel them."""
@@ -216,8 +189,7 @@ class ScriptedAdapter:
         """Cancel everything and forget every block."""
         self._intake.draining = True
         self._stopped.set()
-        self._tickets.clear()
-        self._feed.clear()
+        self._kv.clear()
 
     def _admit(self, request: GenerateRequest) -> None:
         size, limit = len(request.ids), self._info.max_context_tokens
@@ -263,7 +235,7 @@ class ScriptedAdapter:
             self._queued_tokens -= prompt
         self._counters.running += 1
         try:
-            lane.usage = await self._prefill(lane.request)
+            await self._prefill(lane)
             if lane.request.kv.offer:
                 await self._fault(lane.reply, 0)
                 yield self._hand_off(lane)
@@ -274,72 +246,21 @@ class ScriptedAdapter:
             self._counters.running -= 1
             self._slots.release()
 
-    async def _prefill(self, request: GenerateRequest) -> KvUsage:
-        info, size = self._info, len(request.ids)
-        root = root_key(
-            self._pool_key,
-            model_digest=info.model_digest,
-            layout=info.layout,
-            adapter=request.adapter,
-            tenant=request.tenant,
-        )
-        keys = block_keys(self._pool_key, root, request.ids, info.block_tokens)
-        hbm = min(self._held.leading(keys) * info.block_tokens, size - 1)
-        taken = request.kv.take
-        hand_off = 0
-        if taken is not None and taken.layout == info.layout:
-            hand_off = max(0, min(taken.tokens, size - 1) - hbm)
-            self._counters.hand_offs_taken += 1
-        computed = size - hbm - hand_off
-        usage = KvUsage(
-            hbm_tokens=hbm,
-            hand_off_tokens=hand_off,
-            computed_tokens=computed,
-            hand_off_bytes=hand_off * info.block_bytes // info.block_tokens,
-        )
-        self._counters.count_prompt(usage)
-        self._counters.hand_off_bytes += usage.hand_off_bytes
-        await self._work(computed / self._pace.prefill_tokens_per_s)
-        self._held.use(keys)
-        return usage
+    async def _prefill(self, lane: _Lane) -> None:
+        lane.usage = self._kv.usage(lane.request)
+        self._counters.count_prompt(lane.usage)
+        self._counters.hand_off_bytes += lane.usage.hand_off_bytes
+        self._counters.hand_offs_taken += lane.usage.hand_off_tokens > 0
+        await self._work(lane.usage.computed_tokens / self._pace.prefill_tokens_per_s)
+        self._kv.keep(lane.request)
 
     def _hand_off(self, lane: _Lane) -> GenerateChunk:
-        info = self._info
-        self._tickets_given += 1
         self._counters.hand_offs_offered += 1
-        ticket = f"{info.name}-{info.epoch}-{self._tickets_given}"
-        self._tickets[ticket] = clock.now_s() + self._lease_s
-        sizes = [info.block_tokens] * (len(lane.request.ids) // info.block_tokens)
-        if tail := len(lane.request.ids) % info.block_tokens:
-            sizes.append(tail)
-        blocks = tuple(
-            HandOffBlock(
-                key=None,
-                offset=number * info.block_bytes,
-                size_bytes=info.block_bytes,
-                tokens=tokens,
-                tags=(),
-            )
-            for number, tokens in enumerate(sizes)
+        return GenerateChunk(
+            finish=FinishReason.HANDED_OFF,
+            usage=lane.usage,
+            hand_off=self._kv.offer(lane.request, now_s=clock.now_s()),
         )
-        hand_off = HandOff(
-            ticket=ticket,
-            worker=info.name,
-            release_url=self._release_url,
-            layout=info.layout,
-            region=RegionRef(
-                transport="scripted",
-                peer=info.name,
-                address="",
-                key=self._tickets_given,
-                size_bytes=len(sizes) * info.block_bytes,
-                epoch=info.epoch,
-            ),
-            tokens=len(lane.request.ids),
-            blocks=blocks,
-            lease_s=self._lease_s,
-        )
-        return GenerateChunk(finish=FinishReason.HANDED_OFF, usage=lane.usage, hand_off=hand_off)
 
     async def _decode(self, lane: _Lane) -> AsyncGenerator[GenerateChunk, None]:
         sampling = lane.request.sampling
