@@ -189,8 +189,11 @@ def _settle_scalar(node: Schema, raw: Schema, path: str) -> None:
             node.setdefault("maxLength", UNIT_LENGTH if "pattern" in node else None)
             if node["maxLength"] is None:
                 raise ValueError(f"{path}: a text without max_length")
-    keeps_default = not raw.get("x-presettable") and isinstance(
-        raw.get("default"), str | int | float | bool
+    # Kubernetes 1.20 reads a default of "" as null and refuses the CRD
+    keeps_default = (
+        not raw.get("x-presettable")
+        and isinstance(raw.get("default"), str | int | float | bool)
+        and raw["default"] != ""
     )
     if not keeps_default:
         node.pop("default", None)
