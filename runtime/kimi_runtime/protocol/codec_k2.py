@@ -43,8 +43,8 @@ class K2Codec:
     def render(self, chat: Chat, record: SessionRecord | None = None) -> Rendered:
         """The prompt, the assistant's header included, so that the output continues it.
 
-        With a `record` of the conversation only new turns are encoded; the ids are the same unless
-        the record adopted a sampled reply. Raises RequestError for text that is not Unicode.
+        With a `record` of the conversation only new turns are encoded; the ids are the same.
+        Raises RequestError for text that is not Unicode.
         """
         record = SessionRecord(self._vocabulary) if record is None else record
         ids, ends, at = record.encode(self.parts(chat))
@@ -60,13 +60,6 @@ class K2Codec:
     def parser(self, rendered: Rendered, chat: Chat) -> K2Parser:
         """A parser for the output ids that follow `rendered`, a prompt of `chat`."""
         return K2Parser(self._vocabulary, rendered, chat)
-
-    def adopt(self, record: SessionRecord, rendered: Rendered, output: Sequence[int]) -> None:
-        """Let the record keep a reply's sampled ids, if the next prompt repeats its text."""
-        start = rendered.boundaries[-1] if rendered.boundaries else 0
-        end = self._vocabulary.special("<|im_end|>")
-        tail = () if output and output[-1] == end else (end,)
-        record.adopt((*rendered.ids[start:], *output, *tail))
 
     def parts(self, chat: Chat) -> list[Part]:
         """One part per message, the tool declaration first."""

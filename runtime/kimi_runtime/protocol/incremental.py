@@ -143,7 +143,6 @@ class SessionRecord:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._encoded: list[_Encoded] = []
-        self._adopted: tuple[int, tuple[int, ...]] | None = None
         self.encoded_parts = 0
         self.reused_parts = 0
 
@@ -156,50 +155,14 @@ class SessionRecord:
             kept += 1
         self.reused_parts += kept
         self.encoded_parts += len(parts) - kept
-        if self._adopted is not None and self._adopted[0] != kept:
-            self._adopted = None
         del self._encoded[kept:]
         at = self._encoded[-1].end if self._encoded else START
-        for index, part in enumerate(parts[kept:], kept):
+        for part in parts[kept:]:
             ids, at = encode_segments(self._vocabulary, part, at)
-            self._encoded.append(_Encoded(part, self._as_sampled(index, ids), at))
-        self._adopted = None
+            self._encoded.append(_Encoded(part, ids, at))
         whole: list[int] = []
         ends: list[int] = []
         for one in self._encoded:
             whole += one.ids
             ends.append(len(whole))
         return whole, ends, at
-
-    def adopt(self, ids: Sequence[int]) -> None:
-        """Offer the sampled ids of the reply that follows the newest prompt, its header included.
-
-        A model may spell a text in other tokens than the encoder does. If the next prompt holds
-        the same text at that place, these ids stand for it, and the KV computed for them stays
-        valid; otherwise they are forgotten.
-        """
-        self._adopted = (len(self._encoded), tuple(ids))
-
-    def _as_sampled(self, index: int, ids: tuple[int, ...]) -> tuple[int, ...]:
-        if self._adopted is None or self._adopted[0] != index:
-            return ids
-        sampled = self._adopted[1]
-        same = _spelled_out(self._vocabulary, sampled) == _spelled_out(self._vocabulary, ids)
-        return sampled if same else ids
-
-
-def _spelled_out(vocabulary: Vocabulary, ids: Iterable[int]) -> list[int | bytes]:
-    """Special ids, and between them the bytes: equal for two spellings of one text."""
-    out: list[int | bytes] = []
-    run = bytearray()
-    for token in ids:
-        if vocabulary.is_special(token):
-            if run:
-                out.append(bytes(run))
-                run.clear()
-            out.append(token)
-        else:
-            run += vocabulary.token_bytes(token)
-    if run:
-        out.append(bytes(run))
-    return out

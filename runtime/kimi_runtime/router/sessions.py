@@ -190,12 +190,12 @@ class Sessions:
         text: list[bytes] = []
         for number in ids:
             if special(number):
-                said = b"".join(text)
+                said = _as_shown(text)
                 chained.update(struct.pack("<QI", len(said), number) + said)
                 text = []
             else:
                 text.append(token_bytes(number))
-        said = b"".join(text)
+        said = _as_shown(text)
         chained.update(struct.pack("<Q", len(said)) + said)
         return chained.digest()
 
@@ -229,3 +229,8 @@ class Sessions:
             del holders[id(session)]
             if not holders:
                 del self._by_digest[digest]
+
+
+def _as_shown(parts: Sequence[bytes]) -> bytes:
+    """The bytes as a client sees and resends them: what is no UTF-8 as U+FFFD."""
+    return b"".join(parts).decode(errors="replace").encode()

@@ -125,30 +125,3 @@ def test_a_session_longer_than_a_block_is_cut_where_the_whole_text_is():
     assert rendered == CODEC.render(chat)
     short = CODEC.render(Chat(messages[:1]))
     assert rendered.ids[: short.boundaries[0]] == short.ids[: short.boundaries[0]]
-
-
-def sampled_reply(text):
-    """The text one byte at a time: never what the encoder would choose."""
-    thought = VOCABULARY.special("</think>")
-    single = {VOCABULARY.token_bytes(i): i for i in range(VOCABULARY.rank_count)}
-    return [thought, *(single[bytes((byte,))] for byte in text.encode())]
-
-
-def test_sampled_ids_stay_while_the_client_sends_their_text_back():
-    record = SessionRecord(VOCABULARY)
-    first = Message("user", "hi")
-    prompt = CODEC.render(Chat((first,), keep_reasoning=True), record)
-    output = sampled_reply("the answer")
-    CODEC.adopt(record, prompt, output)
-    history = (first, Message("assistant", "the answer"), Message("user", "and now?"))
-    following = CODEC.render(Chat(history, keep_reasoning=True), record)
-    assert following.ids[: len(prompt.ids) + len(output)] == (*prompt.ids, *output)
-
-
-def test_sampled_ids_are_forgotten_when_the_text_differs():
-    record = SessionRecord(VOCABULARY)
-    first = Message("user", "hi")
-    prompt = CODEC.render(Chat((first,)), record)
-    CODEC.adopt(record, prompt, sampled_reply("the answer"))
-    chat = Chat((first, Message("assistant", "The answer"), Message("user", "and now?")))
-    assert CODEC.render(chat, record) == CODEC.render(chat)

@@ -70,6 +70,15 @@ def test_a_changed_history_is_encoded_anew_from_the_message_that_differs():
     assert second.reencoded
 
 
+def test_bytes_that_are_no_utf8_are_history_once_the_client_resends_what_it_saw():
+    store = sessions()
+    by_bytes = {VOCABULARY.token_bytes(i): i for i in range(VOCABULARY.rank_count)}
+    output = [by_bytes[b"a"], by_bytes[b"\xe4"], by_bytes[b"\xff"], by_bytes[b"b"], END]
+    first = serve(store, FIRST, output)
+    second = store.begin("t", None, CODEC.render(then(FIRST, "a\ufffd\ufffdb", "And now?")))
+    assert second.ids[: len(first.ids) + len(output)] == (*first.ids, *output)
+
+
 def test_many_turns_keep_every_sampled_id():
     store, chat = sessions(), FIRST
     prompt = ()
