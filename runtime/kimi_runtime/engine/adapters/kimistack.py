@@ -134,7 +134,7 @@ def _info(
         capabilities=Capabilities(
             roles=tuple(Role),
             per_request_roles=True,
-            fetch_source=spec.umbp_socket is not None,
+            fetch_source=False,
             layer_streaming=False,
             mid_decode_move=False,
             grammar=True,
