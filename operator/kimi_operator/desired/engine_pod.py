@@ -17,6 +17,7 @@ from kimi_operator.desired.placement import HOST, place, together
 from kimi_operator.desired.rdma import Wiring, wiring
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.observed import Manifest
+from kimi_runtime.errors import ConfigError
 
 RUN_DIR = "/run/kimistack"
 STARTUP_PERIOD_S = 10.0
@@ -74,6 +75,11 @@ class EnginePod:
             self._template(), self.role.pod_template, where, managed=self.role.managed_command
         )
         spread = {"none": None, "host": HOST, "rail": self.role.placement.topology_key}
+        if shares_memory(self.effective) and self.role.placement.spread != "none":
+            raise ConfigError(
+                f"spec.{self.name}.placement.spread: {self.role.placement.spread} keeps instances "
+                "apart, but transfer.backend shm hands KV over within one host; use one of the two"
+            )
         return Frozen(
             inputs=inputs,
             pod=pod,

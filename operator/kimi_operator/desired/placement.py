@@ -41,17 +41,30 @@ def place(spec: DeploymentSpec, role: Role) -> Manifest:
     return fields
 
 
-def place_router(placement: Placement, selector: Mapping[str, str]) -> Manifest:
-    """Pod spec fields that place the router's pods: on different hosts where there are some."""
+def place_router(spec: DeploymentSpec, selector: Mapping[str, str]) -> Manifest:
+    """Pod spec fields that place the router's pods: on different hosts where there are some.
+
+    Where it reads the vocabulary from a folder of the node, and the user places it nowhere else, it
+    goes where engines go, which have that folder.
+    """
+    placement = spec.router.placement
     fields = _plain(placement)
-    apart = {
+    affinity: Manifest = {
         "podAntiAffinity": {
             "preferredDuringSchedulingIgnoredDuringExecution": [
                 {"weight": 100, "podAffinityTerm": _pods(HOST, selector)}
             ]
         }
     }
-    fields["affinity"] = apart | dict(placement.affinity or {})
+    free = placement.node_selector is None and placement.affinity is None
+    if spec.model.source == "hostPath" and free:
+        beside = place_pool(spec, [role for _, role in spec.roles()])
+        affinity |= beside.get("affinity", {})
+        own = fields.get("tolerations", [])
+        more = [one for one in beside.get("tolerations", []) if one not in own]
+        if own or more:
+            fields["tolerations"] = [*own, *more]
+    fields["affinity"] = affinity | dict(placement.affinity or {})
     return fields
 
 

@@ -44,25 +44,27 @@ class Rendered:
     obstacles: tuple[Obstacle, ...]
 
 
-def revision_of(effective: Effective, previous: Revision | None = None) -> Revision:
+def revision_of(
+    effective: Effective, previous: Revision | None = None, *, kept: Sequence[Revision] = ()
+) -> Revision:
     """The revision a spec asks for.
 
-    `previous` is the newest there is: what the spec says no differently than when `previous` was
-    rendered is taken from it, so that only a changed spec changes pods. Raises ConfigError for what
-    cannot be rendered.
+    `previous` is the newest there is, `kept` are all there are, oldest first: a component whose
+    fields say what they said when one of these was rendered is taken from it, so that only a
+    changed spec changes pods, and going back to an older spec goes back to its pods. Raises
+    ConfigError for what cannot be rendered.
     """
     spec = effective.deployment.spec
     components = [name for name, _ in spec.roles()] + ["router"]
     if pool_roles(effective):
         components.append("umbp")
+    before = [*([previous] if previous else []), *reversed(kept)]
     templates: dict[str, Frozen] = {}
     for component in components:
         inputs = fingerprint(effective.written, component)
-        kept = previous.templates.get(component) if previous else None
-        if kept is not None and kept.inputs == inputs:
-            templates[component] = kept
-        else:
-            templates[component] = _frozen(effective, component, inputs)
+        parts = (one.templates.get(component) for one in before)
+        same = next((part for part in parts if part and part.inputs == inputs), None)
+        templates[component] = same or _frozen(effective, component, inputs)
     return named(templates, spec.image or "")
 
 
@@ -207,10 +209,7 @@ class _Rendering:
 
     def _history(self, history: Sequence[Revision]) -> list[Manifest]:
         kept = history or tuple(self.revisions.values())
-        numbers = (one.number or n for n, one in enumerate(kept, 1))
-        return [
-            to_controller_revision(one, n, self.owner) for one, n in zip(kept, numbers, strict=True)
-        ]
+        return [to_controller_revision(one, n, self.owner) for n, one in enumerate(kept, 1)]
 
     def _policies(self, has_pool: bool) -> list[Manifest]:
         parts = [(i, self.revisions[i.revision].role(i.role)) for i in self.instances]
@@ -220,6 +219,11 @@ class _Rendering:
             if role in self.update.templates
         )
         ports = {ports_of(self.owner, part, i)["http"] for i, part in parts}
+        ports |= {
+            self.update.templates[role].ports["http"]
+            for role in ROLES
+            if role in self.update.templates and not on_host
+        }
         wanted = network.policies(
             self.owner, self.spec, pool=has_pool, ports=ports, on_host=on_host
         )

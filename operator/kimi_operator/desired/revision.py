@@ -7,8 +7,8 @@ contains are not part of the fingerprint.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -66,8 +66,6 @@ class Revision:
     templates: Mapping[str, Frozen]
     image: str
     """Of the engine pods; empty where the spec names none."""
-    number: int = 0
-    """Orders revisions; 0 until it is kept."""
 
     @property
     def digest(self) -> str:
@@ -110,22 +108,6 @@ def _without(tree: Tree, fields: tuple[str, ...]) -> Tree:
     return {key: value for key, value in tree.items() if key not in fields}
 
 
-def history_with(
-    revision: Revision, kept: Sequence[Revision], *, used: Collection[str] = (), limit: int
-) -> tuple[Revision, ...]:
-    """The revisions to keep, oldest first and numbered, `revision` the newest of them.
-
-    Of `kept` those named in `used` (an instance has them) and the `limit` newest others stay.
-    """
-    others = sorted((r for r in kept if r.digest != revision.digest), key=lambda r: r.number)
-    same = next((r for r in kept if r.digest == revision.digest), None)
-    newest = max((r.number for r in others), default=0)
-    number = same.number if same and same.number > newest else newest + 1
-    spare = [r for r in others if r.name not in used]
-    dropped = {r.digest for r in spare[: max(0, len(spare) - limit)]}
-    return (*(r for r in others if r.digest not in dropped), replace(revision, number=number))
-
-
 def to_controller_revision(revision: Revision, n: int, owner: Owner) -> Manifest:
     """The ControllerRevision that keeps a Revision; `n` orders them, from 1."""
     name = revision_object_name(owner.name, revision.digest)
@@ -159,9 +141,7 @@ def from_controller_revision(manifest: Manifest) -> Revision:
             component: Frozen(inputs=inputs.get(component, ""), **part)
             for component, part in data["templates"].items()
         }
-        return Revision(
-            data["name"], MappingProxyType(templates), data["image"], manifest["revision"]
-        )
+        return Revision(data["name"], MappingProxyType(templates), data["image"])
     except (KeyError, TypeError, AttributeError, ValueError) as exc:
         name = manifest.get("metadata", {}).get("name")
         raise ValueError(f"ControllerRevision {name} keeps no revision: {exc!r}") from exc

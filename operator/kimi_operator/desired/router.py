@@ -98,7 +98,7 @@ def _pod(
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": round(PRE_STOP_S + DRAIN_S + CLOSE_S),
         "securityContext": pod_context,
-        **place_router(spec.router.placement, selector_of(owner, "router")),
+        **place_router(spec, selector_of(owner, "router")),
     }
     if spec.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]

@@ -20,6 +20,8 @@ POOL_PORT = 8100
 POOL_FILE = "umbp.json"
 OVERHEAD_BYTES = 2**30
 """Of the daemon itself: its index takes some hundred bytes a block."""
+CPU = "250m"
+"""Enough to answer; copying is done by engines. It may use what is free."""
 HUGE_BYTES = {"2Mi": 2**21, "1Gi": 2**30}
 START_S = 1800.0
 """Prefaulting hundreds of gigabytes took up to five minutes where the page cache was full."""
@@ -132,7 +134,7 @@ def _memory(spec: DeploymentSpec) -> Manifest:
     else:
         pages = -(-dram // HUGE_BYTES[huge]) * HUGE_BYTES[huge]
         amounts = {"memory": str(OVERHEAD_BYTES), f"hugepages-{huge}": str(pages)}
-    return {"requests": {"cpu": "1", **amounts}, "limits": amounts}
+    return {"requests": {"cpu": CPU, **amounts}, "limits": amounts}
 
 
 def pool_objects(owner: Owner, part: Frozen) -> list[Manifest]:
