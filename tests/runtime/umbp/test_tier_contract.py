@@ -3,13 +3,18 @@
 import asyncio
 
 import pytest
+import ssd_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kimi_connect.arena import create_arena
+from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.ssdlog.format import block_record_bytes
+from kimi_runtime.umbp.ssdlog.log import SsdLog
 from kimi_runtime.umbp.tiers.dram import DramTier
+from kimi_runtime.umbp.tiers.ssd import SsdTier
 from pool_daemon import blocks_of, keys_of
 
 SIZE, CAPACITY = 5000, 8
@@ -41,7 +46,32 @@ class DramUnderTest:
         self.arena.close()
 
 
-@pytest.fixture(params=[DramUnderTest], ids=["dram"])
+class SsdUnderTest:
+    """An SSD tier for `CAPACITY` blocks of `SIZE`: half of what four segments hold."""
+
+    def __init__(self, folder):
+        record = block_record_bytes(1, SIZE, 64)
+        segment = 4 * record + 2 * 64
+        spec = SsdSpec(
+            folder=folder, capacity=5 * segment, segment=segment, align=64, fill=0.5, io_threads=2
+        )
+        self.tier = SsdTier(SsdLog.open(spec))
+
+    def damage(self, key):
+        ssd_folder.damage(self.tier.log, key)
+
+    def check(self):
+        self.tier.log.check_integrity()
+        assert not self.tier.pending_bytes
+
+    def dropped(self):
+        return self.tier.stats().corrupt
+
+    def close(self):
+        asyncio.run(self.tier.close())
+
+
+@pytest.fixture(params=[DramUnderTest, SsdUnderTest], ids=["dram", "ssd"])
 def under_test(request, tmp_path):
     made = request.param(tmp_path)
     yield made
@@ -51,6 +81,14 @@ def under_test(request, tmp_path):
 
 def joined(keys):
     return memoryview(b"".join(blocks_of(keys, SIZE)))
+
+
+async def cancelled(work):
+    running = asyncio.gather(work, return_exceptions=True)
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 def space(blocks):
@@ -128,16 +166,11 @@ async def test_bytes_that_are_no_blocks_of_one_size_are_refused(under_test):
 async def test_cancelled_calls_leave_nothing_held(under_test):
     keys = keys_of(CAPACITY)
     data = joined(keys)
-    for work in (
-        lambda: under_test.tier.store(keys, data),
-        lambda: under_test.tier.load(keys, space(CAPACITY)),
-    ):
-        running = asyncio.gather(work(), return_exceptions=True)
-        await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        under_test.check()
+    await cancelled(under_test.tier.store(keys, data))
+    under_test.check()
+    assert await under_test.tier.store(keys, data) == CAPACITY
+    await cancelled(under_test.tier.load(keys, space(CAPACITY)))
+    under_test.check()
     assert await under_test.tier.store(keys, data) == CAPACITY
     assert under_test.tier.evict(99) == keys[::-1]
 
