@@ -9,7 +9,7 @@ FILE ?= examples/kimi-nano.yaml
 BIN := $(VENV)/bin
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up down status test check fix generate e2e bench dist clean
+.PHONY: up down status test check fix generate e2e e2e-cluster images bench dist clean
 
 $(VENV)/.run-stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +48,14 @@ generate: $(VENV)/.dev-stamp
 
 e2e: $(VENV)/.dev-stamp
 	$(BIN)/pytest e2e/local $(ARGS)
+
+# Two real nodes, as root: KIMISTACK_CLUSTER names the folder with the script that starts them.
+e2e-cluster: $(VENV)/.dev-stamp
+	PYTHON_INDEX_ARGS="$(PIP_INDEX)" $(BIN)/pytest e2e/cluster $(ARGS)
+
+# Both images as OCI archives in build/images, as root, without a registry.
+images: $(VENV)/.dev-stamp
+	PYTHON_INDEX_ARGS="$(PIP_INDEX)" $(BIN)/python images/build
 
 bench: $(VENV)/.dev-stamp
 	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done

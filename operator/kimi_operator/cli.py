@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_operator.api.load import load_deployment
+from kimi_operator.install_cli import app as install_app
 from kimi_operator.local.child import tail
 from kimi_operator.local.display import shown
 from kimi_operator.local.events import Event
@@ -249,6 +250,7 @@ def spec(
     typer.echo(resolved.as_text() if effective else resolved.as_written_text(), nl=False)
 
 
+app.registered_commands += install_app.registered_commands
 # The runtime's commands stand beside ours; they load torch only once they run.
 app.registered_commands += runtime_app.registered_commands
 app.registered_groups += runtime_app.registered_groups

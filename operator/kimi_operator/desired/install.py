@@ -3,10 +3,13 @@
 A test holds the chart to the same objects, so that the two cannot drift apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import yaml
+
+from kimi_operator.api.schema import crds
 from kimi_operator.desired.rbac import PolicyRule, operator_rules, user_rules
 from kimi_operator.observed import Manifest
 
@@ -51,6 +54,17 @@ class Install:
         return f"{self.namespace}:{self.name}"
 
 
+def crd_objects() -> list[Manifest]:
+    """The CRDs of this version."""
+    return [yaml.safe_load(text) for text in crds().values()]
+
+
+def all_objects(install: Install) -> list[Manifest]:
+    """Everything `kimistack install` writes, in the order of writing."""
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": install.namespace}}
+    return [*crd_objects(), namespace, *install_objects(install)]
+
+
 def install_objects(install: Install) -> list[Manifest]:
     """The operator's objects but for its CRDs and its namespace, in the order to apply them."""
     objects = [_service_account(install), *_rights(install)]
@@ -60,6 +74,16 @@ def install_objects(install: Install) -> list[Manifest]:
     if install.pod_monitor:
         objects.append(_pod_monitor(install))
     return objects
+
+
+def as_yaml(objects: Iterable[Manifest]) -> str:
+    """The objects as one YAML stream, every one written out."""
+    return yaml.dump_all(list(objects), Dumper=_Plain, sort_keys=False, explicit_start=True)
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def selector(install: Install) -> dict[str, str]:
