@@ -5,16 +5,21 @@ from typing import Literal, assert_never
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.transfer.base import Transport
 from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport
+from kimi_runtime.transfer.network import NetworkSettings
 
 TransportName = Literal["loopback", "shm", "tcp", "verbs"]
 
 
 async def open_transport(
-    name: TransportName, *, peer: str, chaos: ChaosPlan | None = None
+    name: TransportName,
+    *,
+    peer: str,
+    chaos: ChaosPlan | None = None,
+    network: NetworkSettings | None = None,
 ) -> Transport:
     """The transport `name` of the process called `peer`, with the faults of `chaos` if given.
 
-    Raises ConfigError for one that this build does not have.
+    Those between hosts need `network`. Raises ConfigError for what is missing on this host.
     """
     transport: Transport
     match name:
@@ -26,11 +31,18 @@ async def open_transport(
             from kimi_runtime.transfer.shm import ShmTransport
 
             transport = ShmTransport(peer)
-        case "tcp" | "verbs":
-            raise ConfigError(
-                f"transfer: {name} is not in this build, which moves KV between processes of one "
-                "host; use shm, or one worker for both roles"
-            )
+        case "tcp":
+            from kimi_runtime.transfer.tcp import TcpTransport
+
+            transport = TcpTransport(peer, _given(name, network))
+        case "verbs":
+            raise ConfigError("no verbs")
         case _:
             assert_never(name)
     return transport if chaos is None else ChaosTransport(transport, chaos)
+
+
+def _given(name: str, network: NetworkSettings | None) -> NetworkSettings:
+    if network is None:
+        raise ConfigError(f"transfer: {name} needs network settings: the call key and an address")
+    return network

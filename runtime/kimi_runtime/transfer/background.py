@@ -6,7 +6,10 @@ a forgotten thread still writes to is worse than a wait of a tenth of a millisec
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from kimi_runtime import clock
@@ -18,12 +21,14 @@ INLINE_BYTES = 64 << 10
 
 
 class Stop:
-    """A flag a thread looks at."""
+    """A flag a thread looks at, or is woken by where it waits for something else."""
 
-    __slots__ = ("_set",)
+    __slots__ = ("_lock", "_set", "_wakes")
 
     def __init__(self) -> None:
         self._set = False
+        self._wakes: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
 
     def __call__(self) -> bool:
         """Whether to stop."""
@@ -31,7 +36,26 @@ class Stop:
 
     def set(self) -> None:
         """Ask to stop."""
-        self._set = True
+        with self._lock:
+            self._set = True
+            for wake in self._wakes:
+                wake()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """Have `set` call `wake`, from its own thread, while the body waits where no flag is seen.
+
+        It is called at once if the flag is set already, and never after the body. It must not wait.
+        """
+        with self._lock:
+            self._wakes.append(wake)
+            if self._set:
+                wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakes.remove(wake)
 
 
 async def in_thread(
@@ -41,15 +65,16 @@ async def in_thread(
     stop: Stop | None = None,
     poke: Callable[[], Awaitable[object]] | None = None,
     every_s: float = 1.0,
+    executor: Executor | None = None,
 ) -> tuple[Result, bool]:
     """Run `work(stop)` in a thread until `ends_s` (of `clock.now_s`), then ask it to stop.
 
     Returns its result and whether it was stopped by the deadline (its result then says how far it
-    came). `poke` is awaited every `every_s` meanwhile. The thread has ended when this returns or
-    raises.
+    came). `poke` is awaited every `every_s` meanwhile. The thread, one of `executor` or of the
+    loop's own, has ended when this returns or raises.
     """
     stop = stop or Stop()
-    future = asyncio.get_running_loop().run_in_executor(None, work, stop)
+    future = asyncio.get_running_loop().run_in_executor(executor, work, stop)
     late = False
     try:
         while not future.done():

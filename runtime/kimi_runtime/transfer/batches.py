@@ -1,7 +1,8 @@
-"""What every copying session does around a batch: bounds, threads, deadline, counters, an end."""
+"""What every session does around a batch: bounds, deadline, counters, an end; and copies."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kimi_connect.copying import PIECE_BYTES, copy_bytes
@@ -39,23 +40,33 @@ class Batches:
         the copy, because only then are the bytes known to be the region's. Raises what
         `Session.read` promises.
         """
-        if self.closed:
-            raise TransferCancelled(f"the session to {self._peer} is closed; open another")
-        check_bounds(spans, remote_bytes=remote.nbytes, local_bytes=local.nbytes)
+        self._require_open()  # the memory of a closed session can't even be measured
+        ends_s = clock.now_s() + deadline_s
+        with self.batch(
+            spans, remote_bytes=remote.nbytes, local_bytes=local.nbytes, writes=writes
+        ) as stop:
+            check()
+            target, source = (remote, local) if writes else (local, remote)
+            late = await self._move(spans, target, source, writes, stop, ends_s)
+            self.require(not late, spans, deadline_s)
+            check()
+
+    @contextmanager
+    def batch(
+        self, spans: Sequence[Span], *, remote_bytes: int, local_bytes: int, writes: bool
+    ) -> Iterator[Stop]:
+        """Around one batch: its bounds, its place among the running ones, its counters.
+
+        What moves the bytes looks at the flag, which closing the session sets.
+        """
+        self._require_open()
+        check_bounds(spans, remote_bytes=remote_bytes, local_bytes=local_bytes)
         start_s = clock.now_s()
         stop, done = Stop(), False
         self._running[stop] = None
         self._idle.clear()
         try:
-            check()
-            target, source = (remote, local) if writes else (local, remote)
-            late = await self._move(spans, target, source, writes, stop, start_s + deadline_s)
-            if self.closed:
-                raise TransferCancelled(f"the session to {self._peer} was closed")
-            if late:
-                size = total_bytes(spans)
-                raise TransferLate(f"{size} bytes did not pass within {deadline_s:.3f} s")
-            check()
+            yield stop
             done = True
         finally:
             del self._running[stop]
@@ -63,12 +74,24 @@ class Batches:
                 self._idle.set()
             self._count(done, total_bytes(spans), writes, clock.now_s() - start_s)
 
+    def require(self, in_time: bool, spans: Sequence[Span], deadline_s: float) -> None:
+        """TransferCancelled if the session was closed meanwhile, TransferLate if time ran out."""
+        if self.closed:
+            raise TransferCancelled(f"the session to {self._peer} was closed")
+        if not in_time:
+            size = total_bytes(spans)
+            raise TransferLate(f"{size} bytes did not pass within {deadline_s:.3f} s")
+
     async def aclose(self) -> None:
         """End the running batches and wait until none touches memory any more."""
         self.closed = True
         for stop in self._running:
             stop.set()
         await self._idle.wait()
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise TransferCancelled(f"the session to {self._peer} is closed; open another")
 
     async def _move(
         self,
