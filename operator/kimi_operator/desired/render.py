@@ -55,13 +55,14 @@ def revision_of(
     ConfigError for what cannot be rendered.
     """
     spec = effective.deployment.spec
-    components = [name for name, _ in spec.roles()] + ["router"]
+    roles = [name for name, _ in spec.roles()]
+    components = [*roles, "router"]
     if pool_roles(effective):
         components.append("umbp")
     before = [*([previous] if previous else []), *reversed(kept)]
     templates: dict[str, Frozen] = {}
     for component in components:
-        inputs = fingerprint(effective.written, component)
+        inputs = fingerprint(effective.written, component, roles)
         parts = (one.templates.get(component) for one in before)
         same = next((part for part in parts if part and part.inputs == inputs), None)
         templates[component] = same or _frozen(effective, component, inputs)

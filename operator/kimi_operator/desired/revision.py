@@ -7,7 +7,7 @@ contains are not part of the fingerprint.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -84,24 +84,28 @@ def named(templates: Mapping[str, Frozen], image: str) -> Revision:
     return Revision(name, MappingProxyType(dict(templates)), image)
 
 
-def fingerprint(written: Tree, component: str) -> str:
-    """Hash of what the user wrote that the pods of a component are made from."""
-    shared = {
-        key: value for key, value in written.items() if key not in (*NOT_IN_PODS, *ROLES, "router")
-    }
-    level = written.get("observability", {}).get("logLevel")
-    shape = [role for role in ROLES if role in written]
-    own: Tree = {}
+def fingerprint(written: Tree, component: str, roles: Collection[str]) -> str:
+    """Hash of what the user wrote that the pods of a component are made from.
+
+    `roles` are the roles the deployment has, whether the user or a preset says so.
+    """
+    others = (*NOT_IN_PODS, *ROLES, "router", "security")
+    shared = {key: value for key, value in written.items() if key not in others}
+    shared["security"] = _without(written.get("security", {}), ("networkPolicy",))
+    shared["logLevel"] = written.get("observability", {}).get("logLevel")
+    own: Tree
     if component in ROLES:
         own = _without(written.get(component, {}), NOT_IN_ROLE_PODS)
     else:
-        # only engines are restarted by the token; the pool follows the engines' placement
-        shared = {key: value for key, value in shared.items() if key != "restartToken"}
+        # the token restarts engines alone
+        shared.pop("restartToken", None)
+        # pool and router go where engines go
+        own = {role: _without(written.get(role, {}), NOT_IN_ROLE_PODS) for role in sorted(roles)}
         if component == "router":
-            own = _without(written.get("router", {}), NOT_IN_ROUTER_PODS)
+            own["router"] = _without(written.get("router", {}), NOT_IN_ROUTER_PODS)
         else:
-            own = {r: _without(written.get(r, {}), NOT_IN_ROLE_PODS) for r in shape}
-    return digest_of([component, shared, level, shape, own])[:16]
+            own["image"] = written.get("router", {}).get("image")
+    return digest_of([component, shared, sorted(roles), own])[:16]
 
 
 def _without(tree: Tree, fields: tuple[str, ...]) -> Tree:
