@@ -28,7 +28,10 @@ def stamped(
     generation: int,
     now: str,
 ) -> list[dict[str, Any]]:
-    """The conditions with generation and time; a status that did not change keeps its time."""
+    """The conditions with generation and time; a status that did not change keeps its time.
+
+    A message is never empty: Kubernetes 1.20 stores an empty text of a custom resource as null.
+    """
     before = {condition["type"]: condition for condition in previous}
     out = []
     for condition in conditions:
@@ -39,7 +42,7 @@ def stamped(
                 "type": condition.type,
                 "status": condition.status,
                 "reason": condition.reason,
-                "message": condition.message[:MESSAGE_CAP],
+                "message": (condition.message or condition.reason)[:MESSAGE_CAP],
                 "observedGeneration": generation,
                 "lastTransitionTime": old["lastTransitionTime"] if same else now,
             }

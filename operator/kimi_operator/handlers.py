@@ -7,10 +7,10 @@ before it starts a daemon: the first pass sees all there is.
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import kopf
 
@@ -18,6 +18,7 @@ from kimi_operator.cache import Cache, Change, Key
 from kimi_operator.clock import now_s
 from kimi_operator.desired.labels import MANAGED_BY
 from kimi_operator.kinds import BY_ID, CHILDREN, Kind
+from kimi_operator.kube import Credentials
 from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Capabilities
 from kimi_operator.reconcile import Reconciler
@@ -30,6 +31,7 @@ MOST_BACKOFF_S = 60.0
 TEARDOWN_POLL_S = 2.0
 OURS = "kimideployments"
 SELECTOR = ",".join(f"{name}={value}" for name, value in MANAGED_BY.items())
+Login = Callable[[], Awaitable[Credentials]]
 logger = logging.getLogger(__name__)
 
 
@@ -84,7 +86,8 @@ class Daemons:
         """Make passes until the deployment goes or the operator ends."""
         failures = 0
         with self.wakes.of(key) as wake:
-            await stopped.wait(spread_s(key))
+            if self.reconciler.has_status(key):
+                await stopped.wait(spread_s(key))  # known before this process: no hurry
             while not stopped:
                 self.wakes.begun(key)
                 wait_s, failures = await self._guarded(key, failures)
@@ -203,10 +206,14 @@ def register(
     cache: Cache,
     daemons: Daemons,
     served: Capabilities,
+    login: Login,
 ) -> None:
-    """Have kopf call us for every kind there is to watch."""
-    kopf.on.login(registry=registry, id="kubeconfig")(cast(Any, kopf.login_with_kubeconfig))
-    kopf.on.login(registry=registry, id="pod")(cast(Any, kopf.login_with_service_account))
+    """Have kopf call us for every kind there is to watch, with the credentials we use ourselves."""
+
+    @kopf.on.login(registry=registry, id="login")
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        return kopf.ConnectionInfo(**asdict(await login()))
+
     ours = BY_ID["kimistack.dev/v1alpha1/KimiDeployment"]
     _watch(registry, cache, daemons.wakes, ours)
     for kind in watched_kinds(served):

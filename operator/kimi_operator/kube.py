@@ -90,11 +90,36 @@ class TokenBucket:
             await self.sleep(-self._tokens / self.rate)
 
 
+@dataclass(frozen=True)
+class Credentials:
+    """How to reach the API server; files by path."""
+
+    server: str
+    token: str | None
+    ca_path: str | None
+    insecure: bool
+    certificate_path: str | None
+    private_key_path: str | None
+
+
 class ApiKube:
     """A real API server, through the dynamic client of `kubernetes.aio`."""
 
     def __init__(self, client: DynamicClient, writes: TokenBucket) -> None:
         self._client, self._writes = client, writes
+
+    async def credentials(self) -> Credentials:
+        """As they are now: a token is refreshed where that is due."""
+        configuration = self._client.configuration
+        header = await configuration.get_api_key_with_prefix("BearerToken")
+        return Credentials(
+            server=configuration.host,
+            token=header.removeprefix("Bearer ") if header else None,
+            ca_path=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            certificate_path=configuration.cert_file,
+            private_key_path=configuration.key_file,
+        )
 
     async def capabilities(self) -> Capabilities:
         """See `Kube`. Fields come from the server's OpenAPI document, asked for group by group."""

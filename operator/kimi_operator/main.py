@@ -21,7 +21,15 @@ from aiohttp import web
 from kimi_operator.cache import Cache
 from kimi_operator.clock import now_s, rfc3339, rfc3339_micro, unix_s
 from kimi_operator.decide import Decider
-from kimi_operator.handlers import SELECTOR, Daemons, Wakes, configure, register, watched_kinds
+from kimi_operator.handlers import (
+    SELECTOR,
+    Daemons,
+    Login,
+    Wakes,
+    configure,
+    register,
+    watched_kinds,
+)
 from kimi_operator.kube import Kube, TokenBucket, open_kube
 from kimi_operator.lease import RETRY_S, Leadership
 from kimi_operator.metrics import Metrics
@@ -50,6 +58,7 @@ class Operator:
 
     settings: OperatorSettings
     kube: Kube
+    login: Login
     metrics: Metrics = field(default_factory=Metrics)
     cache: Cache = field(default_factory=Cache)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,7 +100,7 @@ class Operator:
         registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
         configure(settings)
         daemons = Daemons(reconciler, self.wakes, self.metrics)
-        register(registry, settings, self.cache, daemons, served)
+        register(registry, settings, self.cache, daemons, served, self.login)
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self._renew(), name="lease"),
@@ -244,7 +253,7 @@ async def serve(settings: OperatorSettings) -> None:
     """Run until SIGTERM or SIGINT."""
     writes = TokenBucket(settings.write_rate, settings.write_burst, now_s, asyncio.sleep)
     async with open_kube(writes, kubeconfig=settings.kubeconfig) as kube:
-        operator = Operator(settings, kube)
+        operator = Operator(settings, kube, kube.credentials)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, operator.stop.set)

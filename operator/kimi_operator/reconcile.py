@@ -94,7 +94,7 @@ class Reconciler:
         if "deletionTimestamp" in resource["metadata"]:
             return None
         memory = self._memory(key, resource["metadata"]["uid"])
-        if not (resource.get("status") or {}).get("conditions"):
+        if not self.has_status(key):
             generation = resource["metadata"]["generation"]
             await self._write_status(key, first_status(generation, self._now()))
         try:
@@ -116,6 +116,10 @@ class Reconciler:
         for wanted in deletes:
             await self._delete(key, wanted)
         return stage
+
+    def has_status(self, key: Key) -> bool:
+        """Whether an operator has looked at the deployment before."""
+        return bool((self.cache.deployment(key) or {}).get("status"))
 
     def teardown_s(self, key: Key) -> float:
         """How long the ordered deletion may take: each stage its pods' grace, and some more."""
