@@ -1,0 +1,90 @@
+"""What watches tell, in whatever order it comes."""
+
+from typing import Any
+
+from kimi_operator.cache import Cache, Key
+from kimi_operator.observed import Manifest, ObjectKey
+
+KEY = Key("llm", "nano")
+
+
+def child(version: int, uid: str = "u1", name: str = "front", **spec: Any) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": name,
+            "namespace": "llm",
+            "uid": uid,
+            "resourceVersion": str(version),
+            "labels": {"kimistack.dev/deployment": "nano"},
+        },
+        "spec": spec,
+    }
+
+
+AT = ObjectKey.of(child(1))
+
+
+def test_an_event_names_the_deployment_it_concerns():
+    assert Cache().saw("ADDED", child(1)) == KEY
+
+
+def test_what_belongs_to_nobody_is_not_kept():
+    stranger = child(1)
+    stranger["metadata"]["labels"] = {}
+    assert Cache().saw("ADDED", stranger) is None
+
+
+def test_the_answer_to_a_write_is_not_undone_by_an_older_event():
+    cache = Cache()
+    cache.saw("MODIFIED", child(7, port=2))
+    cache.saw("MODIFIED", child(6, port=1))
+    assert cache.children(KEY)[AT]["spec"] == {"port": 2}
+
+
+def test_an_answer_that_comes_after_the_word_of_the_deletion_brings_nothing_back():
+    cache = Cache()
+    cache.saw("ADDED", child(6))
+    cache.saw("DELETED", child(8))
+    cache.saw("MODIFIED", child(7))
+    assert cache.children(KEY) == {}
+
+
+def test_the_deletion_of_a_namesake_removes_nothing():
+    cache = Cache()
+    cache.saw("ADDED", child(9, uid="u2"))
+    cache.saw("DELETED", child(8, uid="u1"))
+    assert cache.children(KEY)[AT]["metadata"]["uid"] == "u2"
+
+
+def test_a_listing_tells_of_a_deletion_that_no_watch_told_of():
+    cache = Cache()
+    cache.saw("ADDED", child(1))
+    cache.saw("ADDED", child(2, uid="u2", name="back"))
+    assert cache.replace("v1/Service", "llm", [child(1)]) == {KEY}
+    assert list(cache.children(KEY)) == [AT]
+
+
+def test_a_listing_of_one_namespace_says_nothing_of_another():
+    cache = Cache()
+    cache.saw("ADDED", child(1))
+    assert cache.replace("v1/Service", "other", []) == set()
+    assert cache.replace("apps/v1/Deployment", "llm", []) == set()
+    assert AT in cache.children(KEY)
+
+
+def test_a_listing_that_tells_nothing_new_wakes_nobody():
+    cache = Cache()
+    cache.saw("ADDED", child(1))
+    assert cache.replace("v1/Service", "llm", [child(1)]) == set()
+
+
+def test_a_condemned_child_is_being_deleted_until_the_watch_says_more():
+    cache = Cache()
+    cache.saw("ADDED", child(1))
+    cache.condemn(KEY, AT, "u1", "2030-01-01T00:00:00Z")
+    assert "deletionTimestamp" in cache.children(KEY)[AT]["metadata"]
+    cache.condemn(KEY, AT, "u2", "2030-01-01T00:00:00Z")
+    cache.saw("MODIFIED", child(2))
+    assert "deletionTimestamp" not in cache.children(KEY)[AT]["metadata"]
