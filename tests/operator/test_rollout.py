@@ -281,6 +281,34 @@ def test_blue_and_green_switch_at_once():
     assert (step.routed, len(step.drain)) == (frozenset({B}), 4)
 
 
+def test_a_pause_holds_blue_and_green_before_the_switch():
+    view = replace(PAIRED, strategy="BlueGreen", paused=True)
+    now = [*fleet(A, 2, 2), *fleet(B, 2, 2)]
+    step = step_of(view, now, pd(2, 2))
+    assert (step.routed, step.instances) == (frozenset({A}), {i.id for i in now})
+    assert not step.drain
+
+
+def test_a_canary_of_a_single_prefill_stands_beside_it():
+    view = replace(PAIRED, max_surge=1, canary=1)
+    stages = all_steps(view, fleet(A, 1, 3), TO_B, pd(1, 3), NOW_S)
+    assert "canary" in stages[-1].waiting_for
+    assert stages[-1].serving == {"prefill": 2, "decode": 3}
+
+
+def test_an_allowed_outage_is_not_taken_for_a_canary():
+    view = replace(PAIRED, canary=1, allow_outage=True)
+    step = step_of(view, fleet(A, 1, 3), pd(1, 3))
+    assert step.instances == {i.id for i in fleet(A, 1, 3)}
+    assert "remove rollout.canary" in step.waiting_for
+
+
+def test_as_many_canaries_as_prefills_leave_the_old_revision_one():
+    view = replace(PAIRED, max_unavailable=0, max_surge=1, canary=2)
+    stages = all_steps(view, fleet(A, 2, 3), TO_B, pd(2, 3), NOW_S)
+    assert "canary" in stages[-1].waiting_for
+
+
 def test_blue_and_green_wait_for_gpus_for_both():
     view = replace(PAIRED, strategy="BlueGreen", max_gpus=40)
     step = step_of(view, fleet(A, 2, 2), pd(2, 2))

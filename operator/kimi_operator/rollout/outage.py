@@ -47,10 +47,13 @@ def stuck_outage(view: RolloutView, targets: Counts, short_of_gpus: int) -> str:
     return f"{_why_tight(view, targets, present)}, and {room}"
 
 
-def remedy(outage: str) -> str:
-    """What to change, for the message of a rollout that waits."""
+def remedy(outage: str, *, canary: bool) -> str:
+    """What to change, for the message of a rollout that waits. A canary means to interrupt nothing,
+    so an outage that is allowed does not go with it.
+    """
     more = "raise budget.maxGPUs" if "maxGPUs" in outage else "set rollout.maxSurge: 1"
-    return f"{outage}: {more}, or accept an interruption with rollout.allowOutage: true"
+    otherwise = "or remove rollout.canary and" if canary else "or"
+    return f"{outage}: {more}, {otherwise} accept an interruption with rollout.allowOutage: true"
 
 
 def _why_tight(view: RolloutView, targets: Counts, roles: list[RoleName]) -> str:

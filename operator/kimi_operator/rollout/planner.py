@@ -47,14 +47,14 @@ def next_step(
     fleet = Fleet.of(instances, aim.revision, view, now_s)
     failed = _failed(fleet, aim, revisions)
     course, outage, held = _course(fleet, aim, wanted, failed)
-    plan = _held(fleet, wanted) if held else _advanced(fleet, course, wanted)
+    plan = _held(fleet, course, wanted) if held else _advanced(fleet, course, wanted)
     if _stuck(fleet, plan, held):
         outage = stuck_outage(view, wanted, plan.additions.short_of_gpus)
-        if view.allow_outage:
+        if view.allow_outage and not course.ends_early:
             course = recreation(view, wanted)
             plan = _advanced(fleet, course, wanted)
         else:
-            held = remedy(outage)
+            held = remedy(outage, canary=course.ends_early)
     undone = aim.revision if failed and _goes_back(fleet, aim, revisions) else None
     return _step(fleet, course, plan, wanted, _Said(held, outage, undone))
 
@@ -91,18 +91,18 @@ def _course(
         outage = "strategy RecreatePair takes all instances down before new ones start"
     elif fleet.old:
         outage = unavoidable_outage(view, targets, fleet)
-        if outage is not None and view.allow_outage:
+        if outage is not None and view.allow_outage and not course.ends_early:
             course = recreation(view, targets)
     if not (fleet.old or fleet.stable_revision()):
         return course, None, aim.held
     reached = course.reached(fleet)
-    waits_for_consent = outage and not view.allow_outage and view.strategy != "RecreatePair"
+    consented = view.strategy == "RecreatePair" or (view.allow_outage and not course.ends_early)
     if aim.held:
         return course, outage, aim.held
     if failed is not None:
         return course, outage, _failure_text(failed, fleet)
-    if fleet.old and outage and waits_for_consent:
-        return course, outage, remedy(outage)
+    if outage is not None and not consented:
+        return course, outage, remedy(outage, canary=course.ends_early)
     if view.paused and not _under_way(fleet, course, reached):
         return course, outage, "rollout.paused is true"
     if course.ends_early and fleet.old and reached == course.steps:
@@ -156,17 +156,33 @@ def _advanced(fleet: Fleet, course: Course, targets: Counts) -> _Plan:
     return _Plan(tuple(removed), additions)
 
 
-def _held(fleet: Fleet, targets: Counts) -> _Plan:
-    """Replace nothing: keep the counts, and what is missing comes from what serves already."""
-    have = count_by_role(fleet.kept)
-    removed = choose_removals(
-        order_of_removal(fleet),
-        {role: have[role] - targets[role] for role in ROLES},
-        _steady(fleet.view, targets),
-        fleet,
-    )
-    additions = Additions(fleet, targets, dict.fromkeys(ROLES, 0))
-    missing = {role: max(targets[role] - have[role], 0) for role in ROLES}
+def _held(fleet: Fleet, course: Course, targets: Counts) -> _Plan:
+    """Replace nothing: keep the counts, and what is missing comes from what serves already.
+
+    What the rollout put beside the old instances on purpose stays: the whole of a second set, or
+    the second instance of a role that has one.
+    """
+    old, new = count_by_role(fleet.old), count_by_role(fleet.new)
+    guard, order = _steady(fleet.view, targets), order_of_removal(fleet)
+    if fleet.view.strategy == "BlueGreen" and fleet.old:
+        sets = ((fleet.new, new), (fleet.old, old))
+        removed = [
+            instance
+            for kept, have in sets
+            for instance in choose_removals(
+                [i for i in order if i in kept],
+                {role: have[role] - targets[role] for role in ROLES},
+                guard,
+                fleet,
+            )
+        ]
+        missing = {role: max(targets[role] - old[role], 0) for role in ROLES}
+    else:
+        beside = {r: int(targets[r] == 1 and course.surge[r] and old[r] and new[r]) for r in ROLES}
+        excess = {r: old[r] + new[r] - targets[r] - beside[r] for r in ROLES}
+        removed = choose_removals(order, excess, guard, fleet)
+        missing = {role: max(targets[role] - old[role] - new[role], 0) for role in ROLES}
+    additions = Additions(fleet, targets, course.surge)
     additions.fill(fleet.stable_revision() or fleet.target, missing)
     return _Plan(tuple(removed), additions)
 

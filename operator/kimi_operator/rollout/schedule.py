@@ -70,7 +70,7 @@ def floors_of(view: RolloutView, targets: Counts) -> dict[RoleName, int]:
 def course_of(view: RolloutView, targets: Counts) -> Course:
     """The course of the spec's strategy."""
     if view.strategy == "RecreatePair":
-        return recreation(view, targets)
+        return _until_canary(view, targets, recreation(view, targets))
     guard = Guard(floors_of(view, targets), min(1, sum(targets.values())), view)
     if view.strategy == "BlueGreen":
         points = [
@@ -88,8 +88,7 @@ def course_of(view: RolloutView, targets: Counts) -> Course:
 def recreation(view: RolloutView, targets: Counts) -> Course:
     """All down, then up: the course where an outage is chosen or allowed."""
     guard = Guard(dict.fromkeys(ROLES, 0), 0, view)
-    course = Course((_start(), _end(targets)), guard, dict.fromkeys(ROLES, 0))
-    return _until_canary(view, targets, course)
+    return Course((_start(), _end(targets)), guard, dict.fromkeys(ROLES, 0))
 
 
 def _start() -> Waypoint:
@@ -129,20 +128,30 @@ def _until_canary(view: RolloutView, targets: Counts, course: Course) -> Course:
     if canary is None or all(targets[role] <= canary for role in ROLES):
         return course
     beside_each_other = view.strategy == "BlueGreen"
+    most = {role: _canaries(view, targets[role], canary) for role in ROLES}
     points: list[Waypoint] = []
     for point in course.waypoints[:-1] if beside_each_other else course.waypoints:
         capped = Waypoint(
-            {role: min(point.new[role], canary) for role in ROLES},
-            {role: max(point.old[role], _beside(view, targets[role], canary)) for role in ROLES},
+            {role: min(point.new[role], most[role]) for role in ROLES},
+            {
+                role: max(point.old[role], _beside(view, targets[role], most[role]))
+                for role in ROLES
+            },
         )
         if capped not in points:
             points.append(capped)
     return Course(tuple(points), course.guard, course.surge, ends_early=True)
 
 
-def _beside(view: RolloutView, count: int, canary: int) -> float:
-    """Old instances of a role that stay beside its canaries: the old revision stays complete."""
+def _canaries(view: RolloutView, count: int, canary: int) -> int:
+    """Canaries of a role: one instance of several stays old, since the old revision needs it."""
+    paired = view.strategy != "BlueGreen" and not view.either_role
+    return min(canary, count - 1 if paired and count > 1 else count)
+
+
+def _beside(view: RolloutView, count: int, canaries: int) -> float:
+    """Old instances of a role that stay beside its canaries."""
     if not count:
         return ANY
-    left = count - min(canary, count)
-    return max(left, 0 if view.either_role else 1)
+    only = view.strategy == "Paired" and not view.either_role and count == 1
+    return 1 if only else count - canaries
