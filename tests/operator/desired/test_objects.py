@@ -1,0 +1,579 @@
+"""Pods, policies, budgets, scale and monitoring: what each says, and what is left out."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kimi_runtime
+from kimi_operator.desired.effective import resolve
+from kimi_operator.desired.labels import Owner
+from kimi_operator.desired.render import (
+    Rendered,
+    instances_of,
+    render,
+    rendered,
+    revision_of,
+)
+from kimi_operator.desired.security import call_key_secret, with_call_key
+from kimi_operator.desired.workers import FIRST_HOST_PORT, LAST_HOST_PORT, ports_of
+from kimi_operator.observed import K8S_1_20, K8S_CURRENT, Capabilities, InstanceId, Manifest
+from kimi_operator.presets.preset import load_preset
+from kimi_runtime.errors import ConfigError
+from kimi_runtime.spec.router import RouterSpec
+from kimi_runtime.spec.umbp import UmbpSpec
+from render_cases import HOST_MODEL, K26, MULTUS, deployment
+
+NANO: dict[str, Any] = {"preset": "kimi-nano/cpu", "prefill": {}, "decode": {}}
+BIG: dict[str, Any] = {
+    "preset": K26,
+    "model": HOST_MODEL,
+    "rdma": MULTUS,
+    "security": {"profile": "RDMA"},
+}
+FOREIGN = {**BIG, "engine": "sglang", "image": "example/engine:1"}
+
+
+def result_of(
+    spec: dict[str, Any], server: Capabilities = K8S_CURRENT, **metadata: Any
+) -> Rendered:
+    meta = {"name": "kimi", "namespace": "llm", "uid": "u", **metadata}
+    return rendered(deployment(spec, meta), server)
+
+
+def of_kind(manifests: Iterable[Manifest], kind: str) -> dict[str, Manifest]:
+    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
+
+
+def pods(result: Rendered) -> dict[str, Manifest]:
+    """Pod specs by role or component."""
+    found = {}
+    for manifest in result.manifests:
+        template = manifest.get("spec", {}).get("template")
+        if template:
+            labels = manifest["metadata"]["labels"]
+            who = labels.get("kimistack.dev/role") or labels["app.kubernetes.io/component"]
+            found[who] = template["spec"]
+    return found
+
+
+def left_out(result: Rendered) -> str:
+    return "\n".join(f"{one.what}: {one.reason}" for one in result.left_out)
+
+
+# Privilege
+
+
+def test_a_restricted_pod_adds_no_capability_and_runs_as_nobody():
+    for pod in pods(result_of(NANO)).values():
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsUser"] == 65532
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert "hostNetwork" not in pod
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+
+
+def test_the_only_step_as_root_gives_the_nodes_folder_away():
+    for who, pod in pods(result_of(NANO)).items():
+        inits = [c["name"] for c in pod.get("initContainers", [])]
+        assert inits == ([] if who == "router" else ["own-folder"])
+
+
+def test_rdma_adds_the_right_to_lock_memory_and_no_other():
+    for who, pod in pods(result_of(BIG)).items():
+        context = pod["containers"][0]["securityContext"]
+        added = context["capabilities"].get("add", [])
+        assert added == (["IPC_LOCK"] if who in ("prefill", "decode") else [])
+
+
+def test_only_host_devices_are_privileged_and_only_engines_have_them():
+    spec = {**BIG, "rdma": {"mode": "hostDevice"}, "security": {"profile": "Privileged"}}
+    privileged = {
+        who: pod["containers"][0]["securityContext"].get("privileged", False)
+        for who, pod in pods(result_of(spec)).items()
+    }
+    assert privileged == {"prefill": True, "decode": True, "umbp": False, "router": False}
+
+
+def test_processes_that_share_a_socket_are_the_same_user():
+    for spec in (NANO, BIG):
+        found = pods(result_of(spec))
+        users = {found[w]["securityContext"]["runAsUser"] for w in ("prefill", "decode", "umbp")}
+        assert len(users) == 1
+
+
+def test_the_call_key_is_not_rendered_and_added_on_creation():
+    secret = call_key_secret(Owner("kimi", "llm", "u"))
+    assert "data" not in secret
+    assert "stringData" not in secret
+    assert with_call_key(secret, "ab" * 32)["stringData"] == {"call-key": "ab" * 32 + "\n"}
+    (rendered_secret,) = of_kind(result_of(NANO).manifests, "Secret").values()
+    assert rendered_secret == call_key_secret(Owner("kimi", "llm", "u"))
+
+
+def test_no_pod_gets_rights_at_the_api_server():
+    result = result_of(BIG)
+    assert not of_kind(result.manifests, "Role")
+    assert {
+        m["automountServiceAccountToken"]
+        for m in of_kind(result.manifests, "ServiceAccount").values()
+    } == {False}
+
+
+# Pods of engines
+
+
+def test_grace_is_the_sum_of_the_drain_and_at_least_two_minutes():
+    drain = {"preStop": "20s", "timeout": "5m", "teardown": "40s"}
+    found = pods(result_of({**NANO, "decode": {"drain": drain}}))
+    assert found["decode"]["terminationGracePeriodSeconds"] == 360
+    assert found["prefill"]["terminationGracePeriodSeconds"] == 120
+    wait = found["decode"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert wait[-1] == "sleep 20"
+
+
+def test_startup_may_take_as_long_as_the_spec_says_and_liveness_is_asked_for():
+    probes = {"startupTimeout": "2h", "liveness": "Enabled"}
+    engine = pods(result_of({**NANO, "decode": {"probes": probes}}))["decode"]["containers"][0]
+    startup = engine["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 7200
+    assert engine["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    other = pods(result_of(NANO))["decode"]["containers"][0]
+    assert "livenessProbe" not in other
+
+
+def test_shared_memory_keeps_prefill_and_decode_on_one_host():
+    for who in ("prefill", "decode"):
+        affinity = pods(result_of(NANO))[who]["affinity"]["podAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+    with pytest.raises(ConfigError, match="keeps instances apart"):
+        result_of({**NANO, "decode": {"placement": {"spread": "host"}}})
+
+
+def test_a_failed_check_excludes_a_node_and_a_required_one_must_have_passed():
+    placement = {
+        "requireLabels": ["amd.com/rail-bandwidth"],
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [
+                        {"matchExpressions": [{"key": z, "operator": "Exists"}]} for z in "ab"
+                    ]
+                }
+            }
+        },
+    }
+    gpu = {"product": "AMD_Instinct_MI355X", "partition": "spx_nps1"}
+    pod = pods(result_of({**BIG, "decode": {"placement": placement, "gpu": gpu}}))["decode"]
+    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    terms = [
+        {(e["key"], e["operator"], *e.get("values", ())) for e in term["matchExpressions"]}
+        for term in required["nodeSelectorTerms"]
+    ]
+    # the user's two terms, each with both spellings of the partition's label
+    assert len(terms) == 4
+    for term in terms:
+        assert ("amd.com/rail-bandwidth", "In", "passed") in term
+        assert ("amd.com/nic-health", "NotIn", "failed") in term
+        assert ("amd.com/gpu.product-name", "In", "AMD_Instinct_MI355X") in term
+
+
+def test_instances_of_a_revision_are_kept_apart_from_each_other_alone():
+    spec = {**BIG, "decode": {"replicas": 2, "placement": {"spread": "host"}}}
+    sets = of_kind(result_of(spec).manifests, "StatefulSet")
+    decode = {n: m for n, m in sets.items() if "-d-" in n}
+    assert len(decode) == 2
+    for manifest in decode.values():
+        labels = manifest["spec"]["template"]["metadata"]["labels"]
+        affinity = manifest["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+        selector = term["labelSelector"]
+        assert selector["matchLabels"]["kimistack.dev/revision"] == labels["kimistack.dev/revision"]
+        assert selector["matchExpressions"] == [
+            {
+                "key": "kimistack.dev/instance",
+                "operator": "NotIn",
+                "values": [labels["kimistack.dev/instance"]],
+            }
+        ]
+
+
+def test_multus_attaches_a_card_for_every_gpu():
+    template = next(iter(of_kind(result_of(BIG).manifests, "StatefulSet").values()))["spec"][
+        "template"
+    ]
+    networks = json.loads(template["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"])
+    assert [n["interface"] for n in networks] == ["net1", "net2", "net3", "net4"]
+    assert {(n["namespace"], n["name"]) for n in networks} == {("default", "amd-host-device-nad")}
+    engine = template["spec"]["containers"][0]
+    assert engine["resources"]["limits"]["amd.com/vnic"] == "4"
+    assert engine["resources"]["limits"] == engine["resources"]["requests"]
+
+
+# The host's network
+
+HOST = {**BIG, "rdma": {"mode": "hostNetwork"}}
+
+
+def test_instances_on_the_hosts_network_have_ports_of_their_own():
+    spec = {**HOST, "prefill": {"replicas": 200}, "decode": {"replicas": 200}}
+    resolved = resolve(deployment(spec), load_preset, "x")
+    revision = revision_of(resolved)
+    owner = Owner.of(resolved.deployment)
+    taken: set[int] = set()
+    for instance in instances_of(resolved.deployment.spec, revision.name):
+        ports = set(ports_of(owner, revision.role(instance.role), instance).values())
+        assert not ports & taken
+        assert all(FIRST_HOST_PORT <= port <= LAST_HOST_PORT for port in ports)
+        taken |= ports
+
+
+def test_ports_variables_and_the_routers_file_agree_on_the_hosts_network():
+    result = result_of(HOST)
+    (file,) = [
+        m["data"]["router.json"]
+        for m in of_kind(result.manifests, "ConfigMap").values()
+        if "router.json" in m["data"]
+    ]
+    urls = {w.name: w.url for w in RouterSpec.model_validate_json(file).workers}
+    for name, manifest in of_kind(result.manifests, "StatefulSet").items():
+        pod = manifest["spec"]["template"]["spec"]
+        engine = pod["containers"][0]
+        (port,) = engine["ports"]
+        env = {v["name"]: v.get("value") for v in engine["env"]}
+        assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+        assert port["hostPort"] == port["containerPort"] == int(env["KIMISTACK_PORT"])
+        assert urls[f"{name}-0"] == f"http://{name}-0.{name}.llm.svc:{port['hostPort']}"
+    assert "no policy covers" in left_out(result)
+    assert "kimi-engine" not in of_kind(result.manifests, "NetworkPolicy")
+
+
+def test_a_role_has_no_more_instances_than_there_are_ports_for():
+    with pytest.raises(ConfigError, match="at most 200"):
+        result_of({**NANO, "decode": {"replicas": 201}})
+
+
+# The pool and the router
+
+
+def test_the_pool_runs_where_its_engines_may_run():
+    spec = {
+        **BIG,
+        "prefill": {"placement": {"nodeSelector": {"pool": "a"}}},
+        "decode": {
+            "placement": {
+                "nodeSelector": {"pool": "b"},
+                "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            }
+        },
+    }
+    pod = pods(result_of(spec))["umbp"]
+    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    pools = [
+        [e["values"] for e in term["matchExpressions"] if e["key"] == "pool"]
+        for term in required["nodeSelectorTerms"]
+    ]
+    assert pools == [[["a"]], [["b"]]]
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    only = {**spec, "kvPool": {"roles": ["decode"]}}
+    terms = pods(result_of(only))["umbp"]["affinity"]["nodeAffinity"]
+    assert len(terms["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]) == 1
+
+
+def test_the_pools_memory_is_charged_to_its_own_pod():
+    plain = pods(result_of({**NANO, "kvPool": {"dram": "1GiB"}}))["umbp"]["containers"][0]
+    assert plain["resources"]["limits"] == {"memory": str(2 * 2**30)}
+    huge = pods(result_of(BIG))["umbp"]["containers"][0]["resources"]["limits"]
+    assert huge == {"memory": str(2**30), "hugepages-2Mi": str(512 * 2**30)}
+
+
+def test_engines_and_pool_mount_the_same_folder_at_the_same_path():
+    found = pods(result_of(NANO))
+    places = {
+        (
+            next(v["hostPath"]["path"] for v in found[who]["volumes"] if v["name"] == "run"),
+            next(
+                m["mountPath"]
+                for m in found[who]["containers"][0]["volumeMounts"]
+                if m["name"] == "run"
+            ),
+        )
+        for who in ("prefill", "decode", "umbp")
+    }
+    assert places == {("/run/kimistack/llm.kimi", "/run/kimistack")}
+
+
+def test_without_a_pool_there_is_no_daemon_and_no_folder_of_the_node():
+    spec = {"preset": "kimi-nano/cpu", "decode": {}, "kvPool": {"enabled": False}}
+    result = result_of(spec)
+    assert not of_kind(result.manifests, "DaemonSet")
+    assert not [v for pod in pods(result).values() for v in pod["volumes"] if "hostPath" in v]
+
+
+def test_the_runtime_reads_the_files_of_pool_and_router():
+    data = {
+        key: text
+        for m in of_kind(result_of(NANO).manifests, "ConfigMap").values()
+        for key, text in m["data"].items()
+    }
+    assert UmbpSpec.model_validate_json(data["umbp.json"]).dram_bytes == 128 * 2**20
+    router = RouterSpec.model_validate_json(data["router.json"])
+    assert [w.role for w in router.workers] == ["decode", "prefill"]
+
+
+def test_the_routers_file_has_the_pools_there_are_and_no_draining_worker():
+    resolved = resolve(deployment(NANO), load_preset, "x")
+    revision = revision_of(resolved)
+    instances = [InstanceId("prefill", revision.name, i) for i in range(2)]
+    result = render(
+        resolved,
+        revisions={revision.name: revision},
+        instances=instances,
+        capabilities=K8S_CURRENT,
+        pools={"node-1": "10.0.0.1", "node-2": "fd00::1"},
+        draining=frozenset(instances[:1]),
+    )
+    file = of_kind(result.manifests, "ConfigMap")["kimi-router"]["data"]["router.json"]
+    router = RouterSpec.model_validate_json(file)
+    assert [w.name for w in router.workers] == [f"kimi-p-{revision.name}-1-0"]
+    assert [p.url for p in router.pools] == ["http://10.0.0.1:8100", "http://[fd00::1]:8100"]
+    assert len(of_kind(result.manifests, "StatefulSet")) == 2
+
+
+def test_workers_that_come_and_go_do_not_replace_the_router():
+    few, many = (result_of({**NANO, "decode": {"replicas": n}}) for n in (1, 3))
+    assert of_kind(few.manifests, "Deployment") == of_kind(many.manifests, "Deployment")
+    files = [of_kind(r.manifests, "ConfigMap")["kimi-router"] for r in (few, many)]
+    assert files[0] != files[1]
+
+
+def test_a_router_that_reads_a_nodes_folder_goes_where_engines_go():
+    spec = {**BIG, "decode": {"placement": {"nodeSelector": {"pool": "b"}}}}
+    assert "nodeAffinity" in pods(result_of(spec))["router"]["affinity"]
+    placed = {**spec, "router": {"placement": {"nodeSelector": {"pool": "front"}}}}
+    assert "nodeAffinity" not in pods(result_of(placed))["router"]["affinity"]
+
+
+# Who reaches whom
+
+
+def test_only_the_router_is_reached_from_outside():
+    policies = of_kind(result_of(BIG).manifests, "NetworkPolicy")
+    assert set(policies) == {"kimi-router", "kimi-engine", "kimi-umbp"}
+    for name, policy in policies.items():
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        from_anywhere = [rule for rule in policy["spec"]["ingress"] if "from" not in rule]
+        assert bool(from_anywhere) is (name == "kimi-router")
+
+
+def test_an_engine_that_asks_for_no_key_is_not_opened_to_scrapers():
+    for spec, opened in ((BIG, True), (FOREIGN, False)):
+        policy = of_kind(result_of(spec).manifests, "NetworkPolicy")["kimi-engine"]
+        assert ("prometheus" in json.dumps(policy)) is opened
+
+
+def test_downloads_are_the_only_way_out():
+    hub = {**BIG, "model": {}}
+    for spec, out in ((BIG, False), (hub, True)):
+        policy = of_kind(result_of(spec).manifests, "NetworkPolicy")["kimi-engine"]
+        ports = [p["port"] for rule in policy["spec"]["egress"] for p in rule.get("ports", [])]
+        assert (443 in ports) is out
+
+
+def test_policies_can_be_turned_off():
+    spec = {**BIG, "security": {"profile": "RDMA", "networkPolicy": "Disabled"}}
+    assert not of_kind(result_of(spec).manifests, "NetworkPolicy")
+
+
+def test_a_route_needs_the_gateway_api():
+    spec = {
+        **NANO,
+        "router": {"gateway": {"name": "g", "hostnames": ["k.example"], "timeout": "5m"}},
+    }
+    assert "there is no Gateway API" in left_out(result_of(spec))
+    kind = "gateway.networking.k8s.io/v1/HTTPRoute"
+    server = Capabilities(K8S_CURRENT.version, K8S_CURRENT.kinds | {kind}, K8S_CURRENT.fields)
+    (route,) = of_kind(result_of(spec, server).manifests, "HTTPRoute").values()
+    assert route["spec"]["rules"][0]["timeouts"] == {"request": "300000ms"}
+
+
+# Scale and disruption
+
+EXTERNAL = {
+    "mode": "External",
+    "max": 4,
+    "metrics": [{"type": "QueueDepth", "target": 8}],
+    "external": {"render": "hpa"},
+}
+
+
+def with_scaling(base: dict[str, Any], **scaling: Any) -> dict[str, Any]:
+    return {**base, "decode": {"scaling": {**EXTERNAL, **scaling}}}
+
+
+@pytest.mark.parametrize(
+    ("server", "version"), [(K8S_1_20, "autoscaling/v2beta2"), (K8S_CURRENT, "autoscaling/v2")]
+)
+def test_an_autoscaler_writes_the_scale_and_nobody_else_does(server: Capabilities, version: str):
+    manifests = result_of(with_scaling(NANO), server).manifests
+    (hpa,) = of_kind(manifests, "HorizontalPodAutoscaler").values()
+    (workers,) = of_kind(manifests, "KimiWorkers").values()
+    assert hpa["apiVersion"] == version
+    assert hpa["spec"]["scaleTargetRef"]["name"] == workers["metadata"]["name"] == "kimi-decode"
+    assert hpa["spec"]["metrics"][0]["pods"]["metric"]["name"] == "kimistack_worker_waiting"
+    assert hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 1800
+    assert "replicas" not in workers["spec"]
+
+
+def test_a_metric_the_engine_does_not_report_is_said():
+    spec = with_scaling(NANO, metrics=[{"type": "KvUsage", "target": 80}])
+    result = result_of(spec)
+    assert "engine kimistack reports no metric for KvUsage" in left_out(result)
+    assert not of_kind(result.manifests, "HorizontalPodAutoscaler")
+
+
+def test_a_share_is_compared_with_percent():
+    metrics = [{"type": "KvUsage", "target": 80}]
+    (hpa,) = of_kind(
+        result_of(with_scaling(FOREIGN, metrics=metrics)).manifests, "HorizontalPodAutoscaler"
+    ).values()
+    assert hpa["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "800m"
+
+
+def test_keda_must_be_there_and_know_its_prometheus():
+    spec = with_scaling(NANO, external={"render": "keda"}, min=0)
+    assert "KEDA is not installed" in left_out(result_of(spec, K8S_1_20))
+    assert "kimistack.dev/prometheus" in left_out(result_of(spec))
+    address = {"kimistack.dev/prometheus": "http://p:9090"}
+    (scaler,) = of_kind(result_of(spec, annotations=address).manifests, "ScaledObject").values()
+    assert scaler["spec"]["minReplicaCount"] == 0
+    assert scaler["spec"]["triggers"][0]["metadata"]["serverAddress"] == "http://p:9090"
+
+
+def test_a_managed_role_has_a_scale_and_no_autoscaler():
+    scaling = {"mode": "Managed", "max": 4, "targets": {"ttft": "2s", "itl": "40ms"}}
+    result = result_of({**NANO, "decode": {"scaling": scaling}})
+    assert set(of_kind(result.manifests, "KimiWorkers")) == {"kimi-decode"}
+    assert not of_kind(result.manifests, "HorizontalPodAutoscaler")
+    rules = of_kind(result.manifests, "PrometheusRule")["kimi"]["spec"]["groups"][0]["rules"]
+    assert {"KimistackTtftLate", "KimistackItlLate"} <= {rule["alert"] for rule in rules}
+
+
+def test_eviction_may_take_what_a_rollout_may_take_and_always_something():
+    spec = {**NANO, "rollout": {"maxUnavailable": 0, "maxSurge": 1}}
+    for server, version in ((K8S_1_20, "policy/v1beta1"), (K8S_CURRENT, "policy/v1")):
+        budgets = of_kind(result_of(spec, server).manifests, "PodDisruptionBudget")
+        assert set(budgets) == {"kimi-router", "kimi-prefill", "kimi-decode"}
+        assert {b["spec"]["maxUnavailable"] for b in budgets.values()} == {1}
+        assert {b["apiVersion"] for b in budgets.values()} == {version}
+
+
+def test_all_pods_of_an_instance_of_several_nodes_may_go_together():
+    spec = {
+        "engine": "sglang",
+        "image": "example/engine:1",
+        "model": {"id": "a/b", **HOST_MODEL},
+        "decode": {"parallelism": {"tp": 16, "nodes": 2}},
+    }
+    result = result_of(spec)
+    assert (
+        of_kind(result.manifests, "PodDisruptionBudget")["kimi-decode"]["spec"]["maxUnavailable"]
+        == 2
+    )
+    (instance,) = of_kind(result.manifests, "StatefulSet").values()
+    assert instance["spec"]["replicas"] == 2
+    assert instance["spec"]["podManagementPolicy"] == "Parallel"
+
+
+# Monitoring
+
+EXPORTERS = ("server/metrics.py", "umbp/metrics.py")
+
+
+def exported() -> set[str]:
+    """Every metric name the exporters could build, from their source."""
+    names = set()
+    for file in EXPORTERS:
+        text = (Path(kimi_runtime.__path__[0]) / file).read_text("utf-8")
+        names |= set(re.findall(r'"kimistack_([a-z_]+)"', text))
+        for prefix in ("router", "worker", "umbp"):
+            names |= {f"{prefix}_{word}" for word in re.findall(r'"([a-z_]+)"', text)}
+            names |= {f"{prefix}_{word}" for word in re.findall(r'prefix}_([a-z_]+)"', text)}
+    return {f"kimistack_{name}" for name in names}
+
+
+def test_alerts_panels_and_scalers_use_metrics_that_are_exported():
+    scaling = {"mode": "Managed", "max": 4, "targets": {"ttft": "2s", "itl": "40ms"}}
+    text = yaml.safe_dump_all(result_of({**NANO, "decode": {"scaling": scaling}}).manifests)
+    used = set(re.findall(r"kimistack_(?:router|worker|umbp)_[a-z_]+", text))
+    assert len(used) > 15
+    known = exported()
+    for name in used:
+        assert name in known or re.sub(r"_(total|bucket)$", "", name) in known, name
+
+
+def test_what_prometheus_cannot_take_is_left_out_with_the_reason():
+    missing = left_out(result_of(NANO, K8S_1_20))
+    assert "PodMonitor kimi: the Prometheus operator is not installed" in missing
+    assert "PrometheusRule kimi" in missing
+    off = {"podMonitor": "Disabled", "rules": "Disabled", "dashboard": "Disabled"}
+    result = result_of({**NANO, "observability": off}, K8S_1_20)
+    assert result.left_out == ()
+    assert "kimi-dashboard" not in of_kind(result.manifests, "ConfigMap")
+
+
+def test_the_dashboard_is_one_that_grafana_reads():
+    data = of_kind(result_of(NANO).manifests, "ConfigMap")["kimi-dashboard"]["data"]
+    board = json.loads(data["kimi.json"])
+    assert all(panel["targets"] for panel in board["panels"])
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+# What cannot serve
+
+
+def test_an_engine_without_adapter_is_rendered_and_says_so():
+    result = result_of(FOREIGN)
+    assert of_kind(result.manifests, "StatefulSet")
+    assert [one.reason for one in result.obstacles] == ["EngineNotConnected"]
+    assert "sglang has no connector" in left_out(result)
+    assert not of_kind(result.manifests, "DaemonSet")
+
+
+def test_what_this_version_cannot_do_is_an_obstacle_with_the_way_out():
+    reasons = [(one.reason, one.message) for one in result_of(BIG).obstacles]
+    assert {reason for reason, _ in reasons} == {"NotInThisVersion"}
+    text = " ".join(message for _, message in reasons)
+    assert "use shm, or decode alone" in text
+    assert "this takes 4" in text
+    assert result_of(NANO).obstacles == ()
+
+
+def test_a_server_without_image_volumes_or_claims_is_an_obstacle():
+    spec = {
+        "preset": "kimi-k3/mi355x",
+        "model": {"source": "oci", "image": "registry.example/k3:1"},
+        "decode": {"gpu": {"dra": {}}},
+    }
+    old, new = (result_of(spec, server) for server in (K8S_1_20, K8S_CURRENT))
+    assert [o.reason for o in old.obstacles].count("NotServedByCluster") == 2
+    assert "NotServedByCluster" not in [o.reason for o in new.obstacles]
+    assert "ResourceClaimTemplate kimi-decode-gpus" in left_out(old)
+    (template,) = of_kind(new.manifests, "ResourceClaimTemplate").values()
+    (request,) = template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["count"] == 8
+
+
+def test_a_folder_of_one_machine_is_no_source_in_a_cluster():
+    with pytest.raises(ConfigError, match="`kimistack up`"):
+        result_of({"model": {"id": "kimi-nano", "source": "local", "path": "m"}, "decode": {}})
