@@ -13,7 +13,7 @@ from kimi_operator.clock import now_s
 from kimi_operator.desired.install import Install, install_objects
 from kimi_operator.kube import ApiKube, Kube, TokenBucket, open_kube
 from kimi_operator.observed import Manifest, ObjectKey
-from kimi_runtime.errors import ClusterBusy, ClusterError, ConfigError
+from kimi_runtime.errors import ClusterBusy, ClusterError, ClusterRefused, ConfigError
 
 ESTABLISHED_WITHIN_S = 30.0
 POLL_S = 0.2
@@ -85,7 +85,7 @@ async def _patiently(kube: Kube, manifest: Manifest) -> None:
     """Apply, again while the server is busy."""
     for attempt in range(1, TRIES + 1):
         try:
-            await kube.apply(manifest)
+            await _write(kube, manifest)
         except ClusterBusy as exc:
             if attempt == TRIES:
                 raise
@@ -94,6 +94,20 @@ async def _patiently(kube: Kube, manifest: Manifest) -> None:
             raise type(exc)(f"{_title(manifest)}: {exc}", code=exc.code) from exc
         else:
             return
+
+
+async def _write(kube: Kube, manifest: Manifest) -> None:
+    """Server-side apply; of a CRD that the server only partly understands, create or merge.
+
+    A server without CEL answers 500 to an apply with rules, and otherwise drops them.
+    """
+    try:
+        await kube.apply(manifest)
+    except ClusterRefused as exc:
+        if manifest["kind"] != "CustomResourceDefinition" or exc.code != 500:
+            raise
+        if await kube.create(manifest) is None:
+            await kube.merge(ObjectKey.of(manifest), manifest)
 
 
 async def _served(kube: Kube, crd: Manifest) -> None:
