@@ -22,7 +22,7 @@ from kimi_operator.desired.revision import (
 from kimi_operator.desired.router import (
     frozen_router,
     router_deployment,
-    router_file,
+    router_files,
 )
 from kimi_operator.desired.umbp import POOL_PORT, frozen_pool, pool_objects, pool_roles
 from kimi_operator.desired.workers import endpoint, instance_objects, ports_of
@@ -184,13 +184,13 @@ class _Rendering:
             for name, data in (kept.configs if kept else {}).items():
                 used.setdefault(name, ("umbp" if component == "umbp" else "router", data))
         router = router_name(owner.name)
-        used[router] = ("router", self._router_file())
+        used[router] = ("router", self._router_files())
         return [
             config_map(owner, name, component, data)
             for name, (component, data) in sorted(used.items())
         ]
 
-    def _router_file(self) -> Mapping[str, str]:
+    def _router_files(self) -> Mapping[str, str]:
         owner = self.owner
         workers = [
             endpoint(
@@ -206,7 +206,7 @@ class _Rendering:
             PoolEndpoint(name=node, url=f"http://{_bracketed(address)}:{POOL_PORT}")
             for node, address in sorted(self.pools.items())
         ]
-        return router_file(owner, self.update.templates["router"], workers, pools)
+        return router_files(owner, self.update.templates["router"], workers, pools)
 
     def _history(self, history: Sequence[Revision]) -> list[Manifest]:
         kept = history or tuple(self.revisions.values())

@@ -1,8 +1,7 @@
-"""The router: a Deployment whose pods all start from one file, and its Service.
+"""The router: a Deployment whose pods all start from one file, and follow another.
 
-The file has two parts. What the spec decides is frozen with the revision, and a change of it
-replaces the pods. Workers and pools come and go; they change the file alone, which the running
-routers read again.
+What the spec decides is frozen with the revision, and a change of it replaces the pods. Workers and
+pools come and go; they are in a second file, which running routers read again when it changes.
 """
 
 import json
@@ -18,6 +17,7 @@ from kimi_operator.desired.placement import place_router
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.observed import Manifest
 from kimi_runtime.spec.router import (
+    FleetSpec,
     LeastLoad,
     LongestPrefix,
     PoolEndpoint,
@@ -26,6 +26,7 @@ from kimi_runtime.spec.router import (
 )
 
 ROUTER_FILE = "router.json"
+FLEET_FILE = "fleet.json"
 API_KEYS_DIR = "/etc/kimistack-api-keys"
 CONFIG_ANNOTATION = "kimistack.dev/config"
 PRE_STOP_S, DRAIN_S, CLOSE_S = 5.0, 30.0, 10.0
@@ -66,6 +67,7 @@ def _spec_file(effective: Effective, vocabulary: str | None) -> str:
         "thinking": router.thinking,
         "vocabulary": vocabulary,
         "workers": (),
+        "fleet": f"{pods.CONFIG_DIR}/{FLEET_FILE}",
         "policy": LeastLoad() if router.policy == "least_load" else LongestPrefix(),
         "call_key": CALL_KEY_FILE,
         "api_keys": keys,
@@ -158,17 +160,16 @@ def _container(effective: Effective, model: weights.ModelFiles) -> Manifest:
     }
 
 
-def router_file(
+def router_files(
     owner: Owner, part: Frozen, workers: Sequence[WorkerEndpoint], pools: Sequence[PoolEndpoint]
 ) -> dict[str, str]:
-    """The router's file with the workers and pools there are."""
-    base = json.loads(part.configs[router_name(owner.name)][ROUTER_FILE])
-    # laid over as plain data: a field that only a newer version knows stays out of an older file
-    found = {
-        "workers": [one.model_dump(mode="json", exclude_defaults=True) for one in workers],
-        "pools": [one.model_dump(mode="json", exclude_defaults=True) for one in pools],
-    }
-    return {ROUTER_FILE: json.dumps({**base, **found}, indent=2) + "\n"}
+    """The router's files with the workers and pools there are.
+
+    Only what was given is written: an older router refuses fields that it does not know.
+    """
+    fleet = FleetSpec(workers=tuple(workers), pools=tuple(pools))
+    text = fleet.model_dump_json(indent=2, exclude_unset=True) + "\n"
+    return {**part.configs[router_name(owner.name)], FLEET_FILE: text}
 
 
 def router_deployment(owner: Owner, part: Frozen, replicas: int) -> Manifest:

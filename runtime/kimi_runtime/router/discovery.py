@@ -41,6 +41,8 @@ class Member:
     ready: bool = False
     refusal: str | None = None
     failures: int = 0
+    left_s: float | None = None
+    """Since when nothing new goes there, because the worker was taken off the list."""
 
     @property
     def name(self) -> str:
@@ -80,7 +82,7 @@ class Fleet:
         return tuple(
             (member.name, member.info.epoch)
             for member in self._members.values()
-            if member.ready and member.info is not None
+            if member.ready and member.info is not None and member.left_s is None
         )
 
     @property
@@ -108,6 +110,21 @@ class Fleet:
             for member in self._members.values()
             if (info := member.info) is not None
         ]
+
+    def join(self, member: Member) -> None:
+        """A new worker, or one that is back: `watch` it."""
+        self._members[member.name] = member
+
+    def leave(self, name: str, *, now_s: float) -> None:
+        """Plan nothing new onto a worker; what runs there runs on."""
+        member = self._members[name]
+        member.left_s = now_s if member.left_s is None else member.left_s
+        self._changed()
+
+    def drop(self, name: str) -> None:
+        """Forget a worker. Requests that still name it fail."""
+        del self._members[name]
+        self._ledger.forget(name)
 
     def suspect(self, name: str) -> None:
         """A request found the worker dead: it is not ready until it answers a poll again."""
@@ -213,7 +230,7 @@ def _view(
         revision=info.revision,
         layout=info.layout,
         ready=member.ready,
-        draining=load.draining,
+        draining=load.draining or member.left_s is not None,
         certain=load.certain,
         waiting=load.waiting,
         running=load.running,

@@ -26,8 +26,20 @@ class Feeds:
 
     def __init__(self, workers: Sequence[PeerClient], pools: Sequence[PeerClient]) -> None:
         self._clients = {client.name: client for client in (*workers, *pools)}
-        self._pools = tuple(client.name for client in pools)
+        self._pools = {client.name for client in pools}
         self._index = Index()
+
+    def add(self, client: PeerClient, *, pool: bool) -> None:
+        """A new owner: `follow` it."""
+        self._clients[client.name] = client
+        if pool:
+            self._pools.add(client.name)
+
+    def remove(self, owner: str) -> None:
+        """An owner that is gone for good, with all it was thought to hold."""
+        self._clients.pop(owner, None)
+        self._pools.discard(owner)
+        self._index.forget(owner)
 
     @property
     def owners(self) -> Sequence[str]:

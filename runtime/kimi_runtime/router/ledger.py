@@ -91,6 +91,10 @@ class Ledger:
         """The worker is gone: what it reported no longer holds."""
         self._state(worker).report = None
 
+    def forget(self, worker: str) -> None:
+        """The worker is of this router no more."""
+        self._workers.pop(worker, None)
+
     def in_flight(self, worker: str) -> int:
         """Requests of this router at `worker` now."""
         return len(self._state(worker).entries)

@@ -15,6 +15,7 @@ from kimi_runtime.router.discovery import Fleet, Member
 from kimi_runtime.router.dispatch import Dispatcher, Job
 from kimi_runtime.router.follow import Feeds
 from kimi_runtime.router.ledger import Ledger
+from kimi_runtime.router.membership import Membership
 from kimi_runtime.router.policies import open_policy
 from kimi_runtime.router.readiness import Readiness
 from kimi_runtime.router.sessions import Sessions, Turn
@@ -171,6 +172,18 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
             ),
             tasks.create_task(router.readiness.watch(), name="readiness"),
         ]
+        if spec.fleet is not None:
+            membership = Membership(
+                router.fleet,
+                router.feeds,
+                router.ledger,
+                tasks,
+                lambda name, url: PeerClient(http, name, url, call_key),
+                linger_s=spec.request_deadline,
+            )
+            watchers.append(
+                tasks.create_task(membership.watch(spec.fleet), name="watch the fleet's file")
+            )
         try:
             yield router
         finally:

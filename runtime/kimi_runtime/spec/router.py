@@ -47,6 +47,13 @@ class LongestPrefix(SpecModel):
 PolicySpec = Annotated[LeastLoad | LongestPrefix, Field(discriminator="kind")]
 
 
+class FleetSpec(SpecModel):
+    """Who there is to route to. In a cluster it is a file of its own, which changes."""
+
+    workers: tuple[WorkerEndpoint, ...] = ()
+    pools: tuple[PoolEndpoint, ...] = ()
+
+
 class RouterSpec(SpecModel):
     """The file a router process starts from."""
 
@@ -59,6 +66,9 @@ class RouterSpec(SpecModel):
     vocabulary: Path | None = None
     workers: tuple[WorkerEndpoint, ...]
     pools: tuple[PoolEndpoint, ...] = ()
+    fleet: Path | None = Field(
+        None, description="A FleetSpec file: its workers and pools beside these, as it changes."
+    )
     policy: PolicySpec = LongestPrefix()
     call_key: Path
     api_keys: Path | None = Field(None, description="One API key a line; None: no key is asked.")

@@ -24,7 +24,7 @@ from kimi_operator.desired.workers import FIRST_HOST_PORT, LAST_HOST_PORT, ports
 from kimi_operator.observed import K8S_1_20, K8S_CURRENT, Capabilities, InstanceId, Manifest
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
-from kimi_runtime.spec.router import RouterSpec
+from kimi_runtime.spec.router import FleetSpec, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from render_cases import HOST_MODEL, K26, MULTUS, deployment
 
@@ -239,12 +239,8 @@ def test_instances_on_the_hosts_network_have_ports_of_their_own():
 
 def test_ports_variables_and_the_routers_file_agree_on_the_hosts_network():
     result = result_of(HOST)
-    (file,) = [
-        m["data"]["router.json"]
-        for m in of_kind(result.manifests, "ConfigMap").values()
-        if "router.json" in m["data"]
-    ]
-    urls = {w.name: w.url for w in RouterSpec.model_validate_json(file).workers}
+    file = of_kind(result.manifests, "ConfigMap")["kimi-router"]["data"]["fleet.json"]
+    urls = {w.name: w.url for w in FleetSpec.model_validate_json(file).workers}
     for name, manifest in of_kind(result.manifests, "StatefulSet").items():
         pod = manifest["spec"]["template"]["spec"]
         engine = pod["containers"][0]
@@ -327,7 +323,9 @@ def test_the_runtime_reads_the_files_of_pool_and_router():
     }
     assert UmbpSpec.model_validate_json(data["umbp.json"]).dram_bytes == 128 * 2**20
     router = RouterSpec.model_validate_json(data["router.json"])
-    assert [w.role for w in router.workers] == ["decode", "prefill"]
+    assert (router.workers, str(router.fleet)) == ((), "/etc/kimistack/fleet.json")
+    fleet = FleetSpec.model_validate_json(data["fleet.json"])
+    assert [w.role for w in fleet.workers] == ["decode", "prefill"]
 
 
 def test_the_routers_file_has_the_pools_there_are_and_no_draining_worker():
@@ -342,8 +340,8 @@ def test_the_routers_file_has_the_pools_there_are_and_no_draining_worker():
         pools={"node-1": "10.0.0.1", "node-2": "fd00::1"},
         draining=frozenset(instances[:1]),
     )
-    file = of_kind(result.manifests, "ConfigMap")["kimi-router"]["data"]["router.json"]
-    router = RouterSpec.model_validate_json(file)
+    file = of_kind(result.manifests, "ConfigMap")["kimi-router"]["data"]["fleet.json"]
+    router = FleetSpec.model_validate_json(file)
     assert [w.name for w in router.workers] == [f"kimi-p-{revision.name}-1-0"]
     assert [p.url for p in router.pools] == ["http://10.0.0.1:8100", "http://[fd00::1]:8100"]
     assert len(of_kind(result.manifests, "StatefulSet")) == 2
