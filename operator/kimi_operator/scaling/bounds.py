@@ -36,9 +36,15 @@ class Bounds:
         """GPUs of the counts."""
         return sum(bounds.gpus * counts.get(role, 0) for role, bounds in self.roles.items())
 
-    def least_counts(self) -> dict[RoleName, int]:
-        """The least instances of each role."""
-        return {role: bounds.least for role, bounds in self.roles.items()}
+    def allows(self, counts: Counts) -> bool:
+        """Whether the counts keep the budget and, where both roles run, the ratio."""
+        if not self._fits(counts):
+            return False
+        if len(self.roles) < 2 or not all(counts[role] for role in self.roles):
+            return True
+        ratio = Fraction(counts["prefill"], counts["decode"])
+        above = self.least_ratio is None or ratio >= self.least_ratio
+        return above and (self.most_ratio is None or ratio <= self.most_ratio)
 
     def nearest(self, wanted: Counts) -> dict[RoleName, int]:
         """The allowed counts that come nearest: the role worst off comes as near as it can.
@@ -59,7 +65,7 @@ class Bounds:
             candidates = list(self._candidates(wanted, keeps_ratio))
             if candidates:
                 return min(candidates, key=lambda counts: self._distance(counts, wanted))
-        return self.least_counts()
+        return {role: bounds.least for role, bounds in self.roles.items()}
 
     def _candidates(self, wanted: Counts, keeps_ratio: bool) -> Iterator[dict[RoleName, int]]:
         """Allowed counts: for each count of the first role the nearest ones of the other."""

@@ -201,10 +201,8 @@ def _within(planner: _Planner, wants: Mapping[RoleName, int]) -> dict[RoleName, 
         name: replace(b, least=max(b.least, min(wants[name], planner.current[name], b.most)))
         for name, b in planner.bounds.roles.items()
     }
-    narrowed = replace(planner.bounds, roles=kept)
-    if planner.bounds.gpus(narrowed.least_counts()) > (planner.bounds.max_gpus or math.inf):
-        return planner.bounds.nearest(wants)
-    return narrowed.nearest(wants)
+    nearest = replace(planner.bounds, roles=kept).nearest(wants)
+    return nearest if planner.bounds.allows(nearest) else planner.bounds.nearest(wants)
 
 
 def _answer(counts: Mapping[RoleName, int], reason: str) -> Targets:
