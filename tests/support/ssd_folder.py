@@ -1,4 +1,4 @@
-"""Small SSD logs for tests: a spec, where records lie, and disks that fail when they are told to."""
+"""Small SSD logs for tests: a spec, where records lie, and disks that fail on demand."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from kimi_runtime.umbp.ssdlog import format as on_disk
 from kimi_runtime.umbp.ssdlog.append import NewBlock
 from kimi_runtime.umbp.ssdlog.disk import Disk, SegmentFile
 
-ALIGN = 64
+ALIGN = 128
 
 
 def small_spec(folder, **changes):
@@ -50,7 +50,7 @@ def damage(log, its_key):
     """Damage a block's body on disk."""
     entry = entry_of(log, its_key)
     path = log.spec.folder / f"{entry.segment:08}.seg"
-    flip(path, entry.offset + entry.head_bytes + 7)
+    flip(path, entry.offset + entry.head_bytes + min(7, entry.body_bytes - 1))
 
 
 def bytes_on_disk(folder):

@@ -29,7 +29,7 @@ class SsdSpec(SpecModel):
         256 << 20, description="Size of one file; a block must fit."
     )
     fill: Annotated[float, Gt(0), Le(1)] = 0.85
-    align: Annotated[int, Ge(64), Le(65536)] = Field(
+    align: Annotated[int, Ge(128), Le(65536)] = Field(
         DIRECT_ALIGN, description="Where records begin. A log keeps what it was made with."
     )
     direct: bool = Field(False, description="O_DIRECT: bypass the page cache.")

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-import ssd_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ssd_folder
 from kimi_connect.arena import create_arena
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.feed import FeedLog
@@ -50,10 +50,10 @@ class SsdUnderTest:
     """An SSD tier for `CAPACITY` blocks of `SIZE`: half of what four segments hold."""
 
     def __init__(self, folder):
-        record = block_record_bytes(1, SIZE, 64)
-        segment = 4 * record + 2 * 64
+        record = block_record_bytes(1, SIZE, 128)
+        segment = 4 * record + 2 * 128
         spec = SsdSpec(
-            folder=folder, capacity=5 * segment, segment=segment, align=64, fill=0.5, io_threads=2
+            folder=folder, capacity=5 * segment, segment=segment, align=128, fill=0.5, io_threads=2
         )
         self.tier = SsdTier(SsdLog.open(spec))
 

@@ -37,6 +37,7 @@ _SUM_BYTES = 8
 _GRAVE = struct.Struct("<16sQ")
 _NO_KEY = bytes(16)
 HEAD_MIN_BYTES = _FIXED.size + _SUM_BYTES
+"""Without layer groups; less than the least `align`, so that a seal takes exactly one."""
 
 
 class Kind(IntEnum):

@@ -93,7 +93,8 @@ def _identity(spec: SsdSpec, disk: Disk, files: dict[int, SegmentFile], new_id: 
         known = [Identity(new_id[:LOG_ID_BYTES], spec.align, spec.segment, 0)]
     log = known[0]._replace(number=0)
     for number, identity in found.items():
-        if identity is not None and identity != log._replace(number=number):
+        # another number is damage: the records in there name their segment and don't count
+        if identity is not None and identity._replace(number=0) != log:
             raise ConfigError(
                 f"{disk.folder}: {number:08}.seg is not of the same log as the rest; nothing was "
                 f"changed: move it away"
