@@ -4,7 +4,8 @@
 the next is the history that a planner of mode Managed smooths over.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,43 +65,65 @@ class Decider:
 
     get_preset: GetPreset = load_preset
     _histories: dict[str, History] = field(default_factory=dict)
+    _resolved: dict[str, tuple[Any, Effective]] = field(default_factory=dict)
 
     def __call__(self, resource: Manifest, observed: Observed, now_s: float) -> Decision:
         """The decision. Raises NotDecided where the spec cannot run."""
         uid = resource["metadata"]["uid"]
         history = self._histories.get(uid, History())
-        decision, self._histories[uid] = decide(resource, observed, history, now_s, self.get_preset)
+        with _as_not_decided():
+            effective = self._effective(resource)
+            decision, self._histories[uid] = decide(effective, observed, history, now_s)
         return decision
 
     def forget(self, uid: str) -> None:
         """Of a deployment that is gone."""
         self._histories.pop(uid, None)
+        self._resolved.pop(uid, None)
+
+    def _effective(self, resource: Manifest) -> Effective:
+        """The effective deployment; resolved once as long as nothing it depends on changes."""
+        metadata = resource["metadata"]
+        version = (metadata["generation"], metadata.get("annotations"), metadata.get("labels"))
+        known = self._resolved.get(metadata["uid"])
+        if known is not None and known[0] == version:
+            return known[1]
+        found = effective_of(resource, self.get_preset)
+        self._resolved[metadata["uid"]] = (version, found)
+        return found
 
 
-def decide(
-    resource: Manifest, observed: Observed, history: History, now_s: float, get_preset: GetPreset
-) -> tuple[Decision, History]:
-    """The decision and the history for the next one. Raises NotDecided."""
+@contextmanager
+def _as_not_decided() -> Iterator[None]:
     try:
-        effective = _effective(resource, get_preset)
-        stored = remembered(observed.revisions)
-        update = revision_of(effective, stored[-1] if stored else None)
-        counts = targets(effective.deployment.spec, observed, history, now_s)
-        step = _step(effective, observed, stored, update, counts, now_s)
-        known = {revision.name: revision for revision in (*stored, update)}
-        rendered = _rendered(effective, observed, stored, update, known, step)
+        yield
     except CapacityError as exc:
         raise NotDecided("DoesNotFit", str(exc)) from exc
     except ConfigError as exc:
         raise NotDecided("InvalidSpec", str(exc)) from exc
+
+
+def decide(
+    effective: Effective, observed: Observed, history: History, now_s: float
+) -> tuple[Decision, History]:
+    """The decision and the history for the next one.
+
+    Raises ConfigError and CapacityError, and NotDecided where engines cannot serve here at all.
+    """
+    stored = remembered(observed.revisions)
+    update = revision_of(effective, stored[-1] if stored else None)
+    counts = targets(effective.deployment.spec, observed, history, now_s)
+    step = _step(effective, observed, stored, update, counts, now_s)
+    known = {revision.name: revision for revision in (*stored, update)}
+    rendered = _rendered(effective, observed, stored, update, known, step)
     blocking = [o for o in rendered.obstacles if o.reason != "EngineNotConnected"]
     if blocking:
         raise NotDecided(blocking[0].reason, "; ".join(o.message for o in blocking))
     return _decision(effective, observed, rendered, step, update, counts, known), counts.history
 
 
-def _effective(resource: Manifest, get_preset: GetPreset) -> Effective:
-    """The resource as the API models see it, without what the API server keeps for itself."""
+def effective_of(resource: Manifest, get_preset: GetPreset = load_preset) -> Effective:
+    """The effective deployment of a stored resource. Raises ConfigError, CapacityError."""
     metadata = {k: v for k, v in resource["metadata"].items() if k != "managedFields"}
     document = {k: v for k, v in resource.items() if k != "status"} | {"metadata": metadata}
     name = resource["metadata"]["name"]
@@ -156,16 +179,17 @@ def _history(
 ) -> list[Revision]:
     """Revisions to keep, oldest first: in use, the update, and the newest up to the limit."""
     newest: dict[str, Revision] = {}
-    for revision in (*stored, update):
-        newest.pop(revision.digest, None)
+    last = update.digest
+    for revision in stored:
         newest[revision.digest] = revision
+    newest.pop(last, None)
+    newest[last] = update
     # of several that differ in the router or the pool alone, the last stands for the name
     last_of = {revision.name: digest for digest, revision in newest.items()}
     others = [
         digest
         for digest, revision in newest.items()
-        if digest != update.digest
-        and not (revision.name in in_use and last_of[revision.name] == digest)
+        if digest != last and not (revision.name in in_use and last_of[revision.name] == digest)
     ]
     dropped = set(others[: max(0, len(others) - spec.rollout.revision_history_limit)])
     return [revision for digest, revision in newest.items() if digest not in dropped]
@@ -252,4 +276,4 @@ def _scales(
     }
 
 
-__all__ = ["Decide", "Decider", "Decision", "NotDecided", "decide"]
+__all__ = ["Decide", "Decider", "Decision", "NotDecided", "decide", "effective_of"]

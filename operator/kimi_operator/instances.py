@@ -182,16 +182,23 @@ def broken_pods(children: Mapping[ObjectKey, Manifest]) -> tuple[Manifest, ...]:
 
 
 def drain_patches(
-    children: Mapping[ObjectKey, Manifest], drain: frozenset[InstanceId], now_s: float
+    children: Mapping[ObjectKey, Manifest],
+    drain: frozenset[InstanceId],
+    stay: frozenset[InstanceId],
+    now_s: float,
 ) -> dict[ObjectKey, Manifest]:
-    """By pod, the merge patch that marks it as draining, or takes the mark away again."""
+    """By pod, the merge patch that marks it as draining, or takes the mark away again.
+
+    Only instances that `stay` lose the mark: one that is about to be deleted keeps it to its end.
+    """
     patches: dict[ObjectKey, Manifest] = {}
     for key, child in sorted(children.items()):
         if key.kind != "Pod" or "deletionTimestamp" in child["metadata"]:
             continue
-        wanted = instance_id(_labels(child)) in drain
+        found = instance_id(_labels(child))
+        wanted = found in drain
         marked = _labels(child).get(DRAINING_LABEL) == "true"
-        if wanted != marked:
+        if wanted != marked and (wanted or found in stay):
             patches[key] = {
                 "metadata": {
                     "labels": {DRAINING_LABEL: "true" if wanted else None},

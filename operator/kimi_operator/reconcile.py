@@ -258,7 +258,8 @@ class Reconciler:
         return 1
 
     async def _mark_drains(self, decision: Decision, observed: Observed) -> int:
-        patches = drain_patches(observed.children, decision.drain, self.unix_s())
+        stay = decision.facts.step.instances
+        patches = drain_patches(observed.children, decision.drain, stay, self.unix_s())
         for at, patch in patches.items():
             answer = await self.kube.merge(at, patch)
             if answer is not None:

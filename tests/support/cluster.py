@@ -76,7 +76,9 @@ class Server:
             if status == 409:
                 status, answer = self.call("PATCH", f"{CRDS}/{name}", crd, MERGE)
             assert status in (200, 201), answer
-            watch = f"watch=true&timeoutSeconds={ESTABLISHED_S}&fieldSelector=metadata.name%3D{name}"
+            watch = (
+                f"watch=true&timeoutSeconds={ESTABLISHED_S}&fieldSelector=metadata.name%3D{name}"
+            )
             with self.open("GET", f"{CRDS}?{watch}") as events:
                 assert any(map(_established, events)), f"the API server did not take {name}"
 
@@ -114,7 +116,9 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
     script = Path(os.environ.get("KIMISTACK_CLUSTER", "/nonexistent")) / "cluster"
     given = os.environ.get("KUBECONFIG")
     if given and Path(given).is_file():
-        yield Cluster(Server.of(Path(given)), script if script.is_file() else None, dict(os.environ))
+        yield Cluster(
+            Server.of(Path(given)), script if script.is_file() else None, dict(os.environ)
+        )
         return
     if not script.is_file():
         missing = "no cluster: KUBECONFIG and KIMISTACK_CLUSTER name none"

@@ -1,0 +1,297 @@
+"""Passes over a deployment, from nothing to serving, and back after whatever happened to it."""
+
+import copy
+
+import pytest
+
+from fakekube import FakeKube
+from kimi_operator.changes import HASH_ANNOTATION
+from kimi_operator.observed import DRAINING_LABEL, K8S_1_20, Manifest, ObjectKey
+from operator_world import KEY, World, nano
+
+pytestmark = pytest.mark.asyncio
+
+
+async def serving(**spec: object) -> World:
+    world = World()
+    world.create(nano(**spec))
+    await world.settle()
+    world.kube.calls.clear()
+    return world
+
+
+async def test_a_new_deployment_comes_to_serve():
+    world = await serving()
+    assert world.conditions["Ready"] == ("True", "Serving")
+    assert world.conditions["Reconciling"][0] == world.conditions["Stalled"][0] == "False"
+    pools = world.resource["status"]["pools"]
+    assert (pools["prefill"]["summary"], pools["decode"]["summary"]) == ("1/1", "1/1")
+    assert world.resource["status"]["observedGeneration"] == 1
+
+
+async def test_reconciling_is_said_before_anything_else_is_written():
+    world = World()
+    world.create(nano())
+    await world.passes()
+    first = world.kube.writes[0]
+    assert (first.verb, first.kind) == ("patch", "KimiDeployment/status")
+    assert world.conditions["Reconciling"][0] == "True"
+
+
+async def test_a_quiet_deployment_costs_no_write_and_no_read_but_nodes():
+    world = await serving()
+    await world.passes(3)
+    assert world.kube.writes == []
+    assert {call.kind for call in world.kube.calls} <= {"v1/Node"}
+
+
+async def test_a_restarted_operator_writes_nothing_to_a_quiet_deployment_but_the_key():
+    world = await serving()
+    world.restart()
+    await world.passes(2)
+    assert [(call.verb, call.kind) for call in world.kube.writes] == [("create", "Secret")]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ConfigMap",
+        "ControllerRevision",
+        "DaemonSet",
+        "Deployment",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceAccount",
+        "StatefulSet",
+    ],
+)
+async def test_a_child_that_somebody_deleted_comes_back(kind: str):
+    world = await serving()
+    before = world.shape()
+    victims = world.kube.of_kind(kind)
+    assert victims
+    for victim in victims:
+        world.kube.remove(ObjectKey.of(victim))
+        world.controllers.settle()
+        await world.settle()
+    assert world.shape() == before
+    assert world.conditions["Ready"][0] == "True"
+
+
+async def test_a_changed_field_of_a_child_is_changed_back():
+    world = await serving()
+    before = world.shape()
+    key = ObjectKey("apps/v1", "Deployment", "llm", "nano-router")
+    world.kube.edit(key, {"spec": {"replicas": 7}})
+    await world.settle()
+    assert world.shape() == before
+
+
+async def test_an_injected_sidecar_and_an_added_label_are_left_alone():
+    world = await serving()
+    key = ObjectKey("apps/v1", "Deployment", "llm", "nano-router")
+    template = copy.deepcopy(world.kube.objects[key]["spec"]["template"])
+    template["spec"]["containers"].append({"name": "sidecar", "image": "mesh"})
+    template["metadata"]["labels"]["mesh"] = "on"
+    world.kube.server_side_apply(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "nano-router", "namespace": "llm"},
+            "spec": {
+                "template": {
+                    "metadata": {"labels": {"mesh": "on"}},
+                    "spec": {"containers": [{"name": "sidecar", "image": "mesh"}]},
+                }
+            },
+        },
+        "mesh",
+        force=False,
+    )
+    world.controllers.settle()
+    world.kube.calls.clear()
+    await world.settle()
+    assert [call for call in world.kube.writes if call.kind == "Deployment"] == []
+    containers = world.kube.objects[key]["spec"]["template"]["spec"]["containers"]
+    assert [c["name"] for c in containers][-1] == "sidecar"
+
+
+async def test_an_object_of_somebody_else_with_our_name_is_not_taken_over():
+    world = World()
+    theirs: Manifest = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "nano-router", "namespace": "llm"},
+        "spec": {"selector": {"app": "theirs"}},
+    }
+    world.kube.put(theirs, "somebody")
+    world.create(nano())
+    await world.settle()
+    front = world.child("Service", "nano-router")
+    assert front is not None
+    assert front["spec"] == theirs["spec"]
+    assert world.conditions["Stalled"] == ("True", "Rejected")
+    stalled = [c for c in world.resource["status"]["conditions"] if c["type"] == "Stalled"]
+    assert "Service llm/nano-router" in stalled[0]["message"]
+
+
+async def test_a_spec_that_cannot_run_stalls_and_leaves_what_serves_alone():
+    world = await serving()
+    before = world.shape()
+    world.edit(preset="no-such/preset")
+    await world.settle()
+    assert world.shape() == before
+    assert world.conditions["Ready"] == ("False", "InvalidSpec")
+    assert world.conditions["Stalled"] == ("True", "InvalidSpec")
+    assert world.conditions["Reconciling"][0] == "False"
+    world.edit(preset="kimi-nano/cpu")
+    await world.settle()
+    assert world.conditions["Ready"] == ("True", "Serving")
+
+
+async def test_a_suspended_deployment_is_not_changed():
+    world = await serving()
+    before = world.shape()
+    world.edit(suspend="Reconcile", decode={"replicas": 3})
+    await world.settle()
+    assert world.shape() == before
+    assert world.conditions["Degraded"] == ("True", "Suspended")
+
+
+async def test_more_replicas_add_instances_and_restart_none():
+    world = await serving()
+    old = {obj["metadata"]["uid"] for obj in world.kube.of_kind("Pod")}
+    world.edit(decode={"replicas": 3})
+    await world.settle()
+    assert world.resource["status"]["pools"]["decode"]["summary"] == "3/3"
+    assert old <= {obj["metadata"]["uid"] for obj in world.kube.of_kind("Pod")}
+
+
+async def test_fewer_replicas_mark_the_pods_before_they_are_deleted():
+    world = await serving(decode={"replicas": 2})
+    world.edit(decode={"replicas": 1})
+    marked = False
+
+    def watch(change: str, obj: Manifest) -> None:
+        nonlocal marked
+        draining = obj["metadata"].get("labels", {}).get(DRAINING_LABEL) == "true"
+        marked = marked or (obj["kind"] == "Pod" and draining)
+        if change == "DELETED" and obj["kind"] == "StatefulSet":
+            assert marked, "deleted before the router could leave it"
+
+    world.kube.subscribe(watch)
+    await world.settle()
+    assert marked
+    assert world.resource["status"]["pools"]["decode"]["summary"] == "1/1"
+
+
+async def test_another_template_rolls_out_pair_by_pair_to_one_revision():
+    world = await serving(prefill={"replicas": 2}, decode={"replicas": 2})
+    before = world.resource["status"]["currentRevision"]
+    world.edit(restartToken="again")
+    least = 2
+
+    def watch(_: str, obj: Manifest) -> None:
+        nonlocal least
+        if obj["kind"] == "KimiDeployment":
+            pools = obj["status"]["pools"]
+            least = min(least, pools["prefill"]["serving"], pools["decode"]["serving"])
+
+    world.kube.subscribe(watch)
+    await world.settle()
+    status = world.resource["status"]
+    assert status["currentRevision"] == status["updateRevision"] != before
+    assert {pod["metadata"]["labels"]["kimistack.dev/revision"] for pod in engines(world)} == {
+        status["currentRevision"]
+    }
+    assert least >= 1
+    assert world.conditions["Ready"][0] == "True"
+
+
+def engines(world: World) -> list[Manifest]:
+    pods = world.kube.of_kind("Pod")
+    return [pod for pod in pods if "kimistack.dev/revision" in pod["metadata"]["labels"]]
+
+
+async def test_ready_is_not_said_of_a_new_generation_by_an_old_status():
+    world = await serving()
+    world.edit(router={"replicas": 2})
+    await world.passes()
+    assert world.resource["status"]["observedGeneration"] == 2
+    assert world.conditions["Ready"] == ("False", "RouterNotReady")
+
+
+async def test_a_scale_that_somebody_else_writes_is_never_written_by_us():
+    world = World()
+    external = {"scaling": {"mode": "External", "max": 8}}
+    world.create(nano(prefill={}, decode=external))
+    del world.kube.objects[KEY.object]["spec"]["prefill"]["replicas"]
+    del world.kube.objects[KEY.object]["spec"]["decode"]["replicas"]
+    world.restart()
+    await world.settle()
+    workers = ObjectKey("kimistack.dev/v1alpha1", "KimiWorkers", "llm", "nano-decode")
+    assert world.kube.objects[workers]["spec"]["replicas"] == 1
+    world.kube.edit(workers, {"spec": {"replicas": 3}}, "horizontal-pod-autoscaler")
+    await world.settle()
+    assert world.kube.objects[workers]["spec"]["replicas"] == 3
+    assert world.kube.objects[workers]["status"]["replicas"] == 3
+    assert world.resource["status"]["pools"]["decode"]["summary"] == "3/3"
+    assert world.resource["status"]["pools"]["decode"]["owner"] == "External"
+
+
+async def test_what_the_cluster_does_not_serve_is_left_out_and_said():
+    world = World(FakeKube(served=K8S_1_20))
+    world.create(nano())
+    await world.settle()
+    assert world.conditions["Ready"][0] == "True"
+    assert world.conditions["FullySupported"] == ("False", "NotServed")
+    budgets = world.kube.of_kind("PodDisruptionBudget")
+    assert {budget["apiVersion"] for budget in budgets} == {"policy/v1beta1"}
+
+
+async def test_pods_that_cannot_start_degrade_and_say_why():
+    world = World()
+    world.create(nano())
+    world.controllers.ready = False
+    await world.passes()
+    world.controllers.settle()
+    (pod, *_) = world.kube.of_kind("Pod")
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    status = {"containerStatuses": [{"name": "engine", "state": {"waiting": waiting}}]}
+    world.kube.edit(ObjectKey.of(pod), {"status": status}, "kubelet", subresource="status")
+    await world.passes()
+    assert world.conditions["Degraded"] == ("True", "InstancesFail")
+    blocked = world.resource["status"]["pools"]["decode"]["blocked"]
+    assert blocked.startswith("ImagePullBackOff")
+    assert "no such image" in blocked
+
+
+async def test_events_are_written_on_transitions_only():
+    world = await serving()
+    assert world.kube.of_kind("Event")
+    before = len(world.kube.of_kind("Event"))
+    await world.passes(5)
+    assert len(world.kube.of_kind("Event")) == before
+
+
+async def test_a_deployment_that_is_being_deleted_is_not_written_to():
+    world = await serving()
+    world.kube.edit(KEY.object, {"metadata": {"finalizers": ["foregroundDeletion"]}})
+    world.kube.remove(KEY.object)
+    world.kube.remove(ObjectKey("apps/v1", "Deployment", "llm", "nano-router"))
+    world.kube.calls.clear()
+    await world.passes(3)
+    assert world.kube.writes == []
+
+
+async def test_every_child_says_what_was_applied_and_whose_it_is():
+    world = await serving()
+    for key, obj in world.kube.objects.items():
+        if key.kind in ("Event", "KimiDeployment", "Node", "Pod", "Secret"):
+            continue
+        assert HASH_ANNOTATION in obj["metadata"]["annotations"], key
+        (owner,) = obj["metadata"]["ownerReferences"]
+        assert owner["uid"] == world.resource["metadata"]["uid"]
+        assert owner["controller"]
+        assert owner["blockOwnerDeletion"]
