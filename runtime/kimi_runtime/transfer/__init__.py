@@ -36,7 +36,15 @@ async def open_transport(
 
             transport = TcpTransport(peer, _given(name, network))
         case "verbs":
-            raise ConfigError("no verbs")
+            try:
+                from kimi_runtime.transfer.verbs import VerbsTransport
+            except ImportError as exc:
+                raise ConfigError(
+                    f"transfer: verbs needs pyverbs, which this Python does not have ({exc}); "
+                    "install Debian's python3-pyverbs for its own Python, or use tcp"
+                ) from exc
+
+            transport = VerbsTransport(peer, _given(name, network))
         case _:
             assert_never(name)
     return transport if chaos is None else ChaosTransport(transport, chaos)

@@ -5,9 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kimi_connect.blocks import flat
 from kimi_runtime.spec.request import RegionRef
-from kimi_runtime.transfer.memory import Memory
 
 
 class Export:
@@ -57,18 +55,20 @@ class Exports:
         self._by_key: dict[int, Export] = {}
         self._count = 0
 
-    def register(self, memory: Memory, *, writable: bool, address: str) -> RegionRef:
-        """A new region of `memory`."""
+    def register(
+        self, view: memoryview, *, size_bytes: int, writable: bool, address: str
+    ) -> RegionRef:
+        """A new region of `size_bytes`. `view` is empty where others than we touch the bytes."""
         self._count += 1
         ref = RegionRef(
             transport=self._transport,
             peer=self._peer,
             address=address,
             key=self._count,
-            size_bytes=memory.size_bytes,
+            size_bytes=size_bytes,
             epoch=self._epoch,
         )
-        self._by_key[ref.key] = Export(flat(memory.view), writable, ref)
+        self._by_key[ref.key] = Export(view, writable, ref)
         return ref
 
     def find(self, key: int, epoch: int, size_bytes: int) -> Export | None:

@@ -26,6 +26,24 @@ class Memory:
         return self.view.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a GPU, which only a network card reads and writes: for the verbs transport.
+
+    `dmabuf` is a file descriptor of the allocation, which stays the caller's, and `offset` is where
+    in it these `nbytes` begin: a tensor of a caching allocator is seldom at the start.
+    """
+
+    dmabuf: int
+    offset: int
+    nbytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """As `Memory.size_bytes`."""
+        return self.nbytes
+
+
 def trailer_offset(size_bytes: int) -> int:
     """Where a shared file's trailer begins: the next page after its data."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -11,13 +11,31 @@ _BACKLOG = 256
 
 
 @dataclass(frozen=True, slots=True)
+class RdmaSettings:
+    """How `verbs` uses a network card.
+
+    `device` None: the first with an active port. `gid_index` None: the RoCE v2 address of IPv4.
+    `traffic_class` and `service_level` must match what the network does lossless; 0 is its default.
+    `queue_pairs` per session, each with at most `send_depth` requests under way.
+    """
+
+    device: str | None = None
+    port: int = 1
+    gid_index: int | None = None
+    traffic_class: int = 0
+    service_level: int = 0
+    queue_pairs: int = 4
+    send_depth: int = 128
+
+
+@dataclass(frozen=True, slots=True)
 class NetworkSettings:
     """What `tcp` and `verbs` need to meet their peers.
 
     `host` and `port` are listened on, once memory is registered; port 0 takes any free one.
     `advertised` is what peers dial; None: `host`, or this host's own address where that is a
     wildcard. `call_keys` are the deployment's, newest first; a peer with any of them is accepted.
-    `streams` is the number of connections one session may use at once.
+    `streams` is the number of connections one tcp session may use at once.
     """
 
     call_keys: Sequence[bytes]
@@ -25,6 +43,7 @@ class NetworkSettings:
     port: int = 0
     advertised: str | None = None
     streams: int = 4
+    rdma: RdmaSettings = RdmaSettings()
 
     def __post_init__(self) -> None:
         if not self.call_keys:

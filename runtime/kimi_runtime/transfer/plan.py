@@ -5,7 +5,7 @@ spans that are contiguous on both sides become one, and a large span is cut only
 least that.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kimi_runtime.transfer.base import Span
 
@@ -69,6 +69,13 @@ def spread(
         if plan:
             plans.append(tuple(plan))
     return tuple(plans)
+
+
+def cut(spans: Iterable[Span], limit_bytes: int) -> Iterator[Span]:
+    """The same bytes in spans of at most `limit_bytes`: a device's largest message."""
+    for remote, local, size in spans:
+        for at in range(0, size, limit_bytes):
+            yield Span(remote + at, local + at, min(limit_bytes, size - at))
 
 
 def total_bytes(spans: Sequence[Span]) -> int:

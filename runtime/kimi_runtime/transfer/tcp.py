@@ -51,7 +51,12 @@ class TcpTransport:
             owner = Owner(self._exports, self._settings.call_keys)
             threads = min(4, max(1, (os.cpu_count() or 1) // 2))
             self._server = Server(listener, owner.serve, threads=threads, name=self._serving)
-        return self._exports.register(memory, writable=writable, address=self._address)
+        return self._exports.register(
+            flat(memory.view),
+            size_bytes=memory.size_bytes,
+            writable=writable,
+            address=self._address,
+        )
 
     def release(self, region: RegionRef) -> None:
         """From now on nobody reads or writes the region; what was under way has been told so."""
