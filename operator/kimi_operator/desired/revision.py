@@ -8,7 +8,8 @@ contains are not part of the fingerprint.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -49,9 +50,7 @@ class Frozen:
     @property
     def content(self) -> dict[str, Any]:
         """All but the fingerprint of what it was rendered from."""
-        content = asdict(self)
-        del content["inputs"]
-        return content
+        return {name: value for name, value in vars(self).items() if name != "inputs"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Revision:
     image: str
     """Of the engine pods; empty where the spec names none."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hash of everything in it but the fingerprints, as 64 hex digits."""
         return digest_of({name: part.content for name, part in sorted(self.templates.items())})
