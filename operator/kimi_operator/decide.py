@@ -111,7 +111,7 @@ def decide(
     Raises ConfigError and CapacityError, and NotDecided where engines cannot serve here at all.
     """
     stored = remembered(observed.revisions)
-    update = revision_of(effective, stored[-1] if stored else None)
+    update = revision_of(effective, kept=stored)
     counts = targets(effective.deployment.spec, observed, history, now_s)
     step = _step(effective, observed, stored, update, counts, now_s)
     known = {revision.name: revision for revision in (*stored, update)}

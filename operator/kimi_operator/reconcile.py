@@ -5,6 +5,7 @@ the next pass needs; what is (nodes for a minute, the answer to the last apply) 
 """
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from kimi_operator.changes import Apply, Changes, Delete, changes, fingerprint
 from kimi_operator.clock import rfc3339
 from kimi_operator.conditions import transitions
 from kimi_operator.decide import Decide, Decision, NotDecided
+from kimi_operator.desired.security import with_call_key
 from kimi_operator.events import event_of
 from kimi_operator.instances import LoadReport, broken_pods, drain_patches, instance_views
 from kimi_operator.kube import Kube
@@ -78,6 +80,7 @@ class Reconciler:
     metrics: Metrics
     unix_s: Callable[[], float]
     loads: Loads = field(default_factory=NoLoads)
+    new_key: Callable[[], str] = lambda: secrets.token_hex(32)
     _remembered: dict[Key, _Remembered] = field(default_factory=dict)
     _nodes: tuple[NodeView, ...] | None = None
     _nodes_at_s: float = float("-inf")
@@ -221,7 +224,8 @@ class Reconciler:
         if at in memory.created:
             return 0
         try:
-            created = await self.kube.create(manifest)
+            # one that is there keeps its key: this one is then never used
+            created = await self.kube.create(with_call_key(manifest, self.new_key()))
         except ClusterRefused as exc:
             problems.append(_refused(at, exc))
             return 0

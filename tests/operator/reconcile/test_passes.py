@@ -295,3 +295,14 @@ async def test_every_child_says_what_was_applied_and_whose_it_is():
         assert owner["uid"] == world.resource["metadata"]["uid"]
         assert owner["controller"]
         assert owner["blockOwnerDeletion"]
+
+
+async def test_the_call_key_is_made_once_and_differs_between_deployments():
+    world = await serving()
+    key = world.child("Secret", "nano-call-key")["stringData"]["call-key"]
+    assert len(bytes.fromhex(key)) == 32
+    world.restart()
+    await world.passes(2)
+    assert world.child("Secret", "nano-call-key")["stringData"]["call-key"] == key
+    other = await serving()
+    assert other.child("Secret", "nano-call-key")["stringData"]["call-key"] != key
