@@ -6,7 +6,6 @@ every change; faults before or after any request on request. `Controllers` plays
 StatefulSet controller.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,7 +66,7 @@ class FakeKube:
     def subscribe(self, watcher: Watcher) -> None:
         """Tell what there is, then every change."""
         for manifest in list(self.objects.values()):
-            watcher("ADDED", copy.deepcopy(manifest))
+            watcher("ADDED", ssa.cloned(manifest))
         self._watchers.append(watcher)
 
     def unsubscribe_all(self) -> None:
@@ -92,14 +91,14 @@ class FakeKube:
         """See `Kube`."""
         self._enter(call := Call("get", key.kind, key.name))
         self.after(call)
-        return copy.deepcopy(self.objects.get(key))
+        return ssa.cloned(self.objects.get(key))
 
     async def list(self, kind: str, namespace: str | None, labels: str = "") -> list[Manifest]:
         """See `Kube`."""
         self._enter(call := Call("list", kind, ""))
         self.after(call)
         return [
-            copy.deepcopy(obj)
+            ssa.cloned(obj)
             for key, obj in sorted(self.objects.items())
             if f"{key.api_version}/{key.kind}" == kind
             and namespace in (None, key.namespace)
@@ -174,11 +173,11 @@ class FakeKube:
     def server_side_apply(self, manifest: Manifest, manager: str, *, force: bool) -> Manifest:
         """Apply as any manager; ClusterConflict where others own what would change."""
         key = ObjectKey.of(manifest)
-        wanted = copy.deepcopy(manifest)
+        wanted = ssa.cloned(manifest)
         if key.kind in STATUS_KINDS:
             wanted.pop("status", None)
         live = self.objects.get(key)
-        new = copy.deepcopy(live) if live else {**_named(wanted), "metadata": _names(wanted)}
+        new = ssa.cloned(live) if live else {**_named(wanted), "metadata": _names(wanted)}
         applied = ssa.fields_of(_applied(wanted))
         entries = _entries(new)
         for entry in list(entries):
@@ -201,10 +200,10 @@ class FakeKube:
     def put(self, manifest: Manifest, manager: str) -> Manifest:
         """Create or replace, as a user or a controller does it."""
         key = ObjectKey.of(manifest)
-        new = copy.deepcopy(manifest)
+        new = ssa.cloned(manifest)
         live = self.objects.get(key)
         if live is not None and key.kind in STATUS_KINDS and "status" in live:
-            new["status"] = copy.deepcopy(live["status"])
+            new["status"] = ssa.cloned(live["status"])
         entry = {
             "manager": manager,
             "operation": "Update",
@@ -229,24 +228,10 @@ class FakeKube:
         if key.kind not in STATUS_KINDS:
             allowed = dict(patch)
         new = _merge_patched(live, allowed)
-        changed = {
-            path
-            for path in ssa.leaves(ssa.fields_of(_applied(new)))
-            if ssa.value_at(new, path) != ssa.value_at(live, path)
-        }
-        gone = {
-            path
-            for entry in _entries(new)
-            for path in ssa.leaves(entry["fieldsV1"])
-            if ssa.value_at(new, path) is ssa._MISSING
-        }
-        for entry in _entries(new):
-            kept = set(ssa.leaves(entry["fieldsV1"])) - changed - gone
-            entry["fieldsV1"] = ssa.from_paths(kept)
-        if changed and not subresource:
-            mine = {"manager": manager, "operation": "Update", "fieldsV1": ssa.from_paths(changed)}
-            new["metadata"].setdefault("managedFields", []).append(mine)
-        new["metadata"]["managedFields"] = [e for e in _entries(new) if e["fieldsV1"]]
+        if new == live:
+            return ssa.cloned(live)
+        if not subresource:
+            _pass_on(live, new, manager)
         stored = self._store(key, new)
         if "deletionTimestamp" in stored["metadata"] and not stored["metadata"].get("finalizers"):
             self._drop(key)
@@ -257,7 +242,7 @@ class FakeKube:
         live = self.objects.get(key)
         if live is None:
             return
-        new = copy.deepcopy(live)
+        new = ssa.cloned(live)
         if foreground and self._dependents(live["metadata"]["uid"]):
             finalizers = new["metadata"].setdefault("finalizers", [])
             if "foregroundDeletion" not in finalizers:
@@ -308,16 +293,35 @@ class FakeKube:
         metadata["resourceVersion"] = live["metadata"]["resourceVersion"] if live else ""
         if live is not None:
             if new == live:
-                return copy.deepcopy(live)
+                return ssa.cloned(live)
             metadata["generation"] += int(_desired(new) != _desired(live))
         metadata["resourceVersion"] = str(next(self._versions))
         self.objects[key] = new
         self._tell("MODIFIED" if live else "ADDED", new)
-        return copy.deepcopy(new)
+        return ssa.cloned(new)
 
     def _tell(self, change: Literal["ADDED", "MODIFIED", "DELETED"], obj: Manifest) -> None:
-        for watcher in self._watchers:
-            watcher(change, copy.deepcopy(obj))
+        if self._watchers:
+            told = ssa.cloned(obj)  # watchers share it: nobody may change what was told
+            for watcher in self._watchers:
+                watcher(change, told)
+
+
+def _pass_on(live: Manifest, new: Manifest, manager: str) -> None:
+    """Give what an update changed to its manager, and take it from all others."""
+    changed = {
+        path
+        for path in ssa.leaves(ssa.fields_of(_applied(new)))
+        if ssa.value_at(new, path) != ssa.value_at(live, path)
+    }
+    for entry in _entries(new):
+        owned = set(ssa.leaves(entry["fieldsV1"])) - changed
+        kept = {path for path in owned if ssa.value_at(new, path) is not ssa._MISSING}
+        entry["fieldsV1"] = ssa.from_paths(kept)
+    if changed:
+        mine = {"manager": manager, "operation": "Update", "fieldsV1": ssa.from_paths(changed)}
+        _entries(new).append(mine)
+    new["metadata"]["managedFields"] = [e for e in _entries(new) if e["fieldsV1"]]
 
 
 def _entries(obj: Manifest) -> list[dict[str, Any]]:
@@ -358,8 +362,8 @@ def _desired(obj: Manifest) -> Manifest:
 
 def _merge_patched(live: Any, patch: Any) -> Any:
     if not isinstance(patch, Mapping):
-        return copy.deepcopy(patch)
-    out = copy.deepcopy(live) if isinstance(live, Mapping) else {}
+        return ssa.cloned(patch)
+    out = ssa.cloned(live) if isinstance(live, Mapping) else {}
     for name, value in patch.items():
         if value is None:
             out.pop(name, None)
@@ -458,12 +462,12 @@ class Controllers:
                 "blockOwnerDeletion": True,
             }
             metadata = {
-                **copy.deepcopy(template.get("metadata", {})),
+                **ssa.cloned(template.get("metadata", {})),
                 "name": name,
                 "namespace": namespace,
                 "ownerReferences": [reference],
             }
-            spec = {**copy.deepcopy(template["spec"]), "nodeName": self.node}
+            spec = {**ssa.cloned(template["spec"]), "nodeName": self.node}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
             self.kube.put(pod, "statefulset-controller")
         condition = {

@@ -1,6 +1,7 @@
 """An operator over `FakeKube`, pass by pass, with a clock that only the test moves."""
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,7 +137,8 @@ def _stable(obj: Manifest) -> Any:
         "owned": bool(metadata.get("ownerReferences")),
     }
     kept["labels"].pop("kimistack.dev/owner-uid", None)
-    body = {k: v for k, v in obj.items() if k not in ("metadata", "status")}
-    text = yaml.safe_dump([body, kept], sort_keys=True)
+    drawn = ("data", "stringData") if obj["kind"] == "Secret" else ()
+    body = {k: v for k, v in obj.items() if k not in ("metadata", "status", *drawn)}
+    text = json.dumps([body, kept], sort_keys=True)
     uid = metadata.get("ownerReferences", [{}])[0].get("uid", "")
     return text.replace(uid, "UID") if uid else text
