@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.ssdlog import format as on_disk
@@ -55,7 +56,11 @@ def damage(log, its_key):
 
 def bytes_on_disk(folder):
     """What the segments take."""
-    return sum(path.stat().st_size for path in folder.glob("*.seg"))
+    total = 0
+    for path in folder.glob("*.seg"):
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            total += path.stat().st_size
+    return total
 
 
 def heads_in(raw, number, log_id, align=ALIGN):

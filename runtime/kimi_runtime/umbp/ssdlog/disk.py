@@ -24,6 +24,8 @@ PIECE_BYTES = 4 << 20
 
 LOG_FILE = "LOG"
 
+_HEAD_BYTES = 64 << 10
+
 Stop = Callable[[], bool]
 
 
@@ -39,6 +41,17 @@ def never() -> bool:
 def aligned_buffer(size: int) -> memoryview:
     """Zeroed memory that O_DIRECT can use: it begins at a page and has whole pages."""
     return memoryview(mmap.mmap(-1, padded(size, DIRECT_ALIGN)))
+
+
+def head_buffer(size: int) -> memoryview:
+    """The calling thread's own aligned memory for one head, good until its next call.
+
+    Mapping and unmapping memory for each would make all threads wait for each other.
+    """
+    if not hasattr(_of_thread, "head"):
+        _of_thread.head = aligned_buffer(_HEAD_BYTES)
+    own: memoryview = _of_thread.head
+    return own[:size] if size <= own.nbytes else aligned_buffer(size)[:size]
 
 
 class SegmentFile:
@@ -135,14 +148,14 @@ class SegmentFile:
             offset += self._write_piece(offset, [bounce[:size]])
 
     def _bounce(self) -> memoryview:
-        if not hasattr(_bounces, "buffer"):
-            _bounces.buffer = aligned_buffer(PIECE_BYTES + DIRECT_ALIGN)
-        buffer: memoryview = _bounces.buffer
-        return buffer
+        if not hasattr(_of_thread, "bounce"):
+            _of_thread.bounce = aligned_buffer(PIECE_BYTES + DIRECT_ALIGN)
+        own: memoryview = _of_thread.bounce
+        return own
 
 
-_bounces = threading.local()
-"""One buffer a thread: the threads that do I/O are few."""
+_of_thread = threading.local()
+"""Buffers of each thread: those that do I/O are few."""
 
 
 class Disk:

@@ -74,16 +74,18 @@ class Ledger:
         return entries
 
     def release(self, entries: Iterable[Entry]) -> list[int]:
-        """End a read; numbers of segments that can now be deleted."""
+        """End a read; numbers of segments to delete, which take their space until `deleted`."""
         gone = []
         for entry in entries:
             segment = self.segments[entry.segment]
             segment.readers -= 1
             if segment.retired and not segment.readers:
                 gone.append(segment.number)
-        for number in gone:
-            del self.segments[number]
         return gone
+
+    def deleted(self, number: int) -> None:
+        """A retired segment's file is gone, and its space free."""
+        self.segments.pop(number, None)
 
     def next_generation(self) -> int:
         """A number higher than any on disk."""
@@ -208,9 +210,9 @@ class Ledger:
             self._account(new, 1)
 
     def retire(self, segment: Segment) -> bool:
-        """Nothing live is left in a segment: its copies and graves go; whether it can be deleted.
+        """Nothing live is left in a segment: its copies and graves go; whether to delete it now.
 
-        If not, the last reader's `release` says so.
+        If not, the last reader's `release` says when. It takes its space until `deleted`.
         """
         assert not segment.live_blocks
         for key in segment.copies:
@@ -228,10 +230,7 @@ class Ledger:
         segment.retired = True
         if self.active is segment:
             self.active = None
-        if segment.readers:
-            return False
-        del self.segments[segment.number]
-        return True
+        return not segment.readers
 
     def discard(self, segment: Segment) -> list[bytes]:
         """Forget every live block of a segment, so that it can be retired; their keys."""

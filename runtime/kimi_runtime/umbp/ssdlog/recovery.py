@@ -160,9 +160,10 @@ def _fit(volume: Volume) -> None:
     ledger = volume.ledger
     for segment in ledger.hopeless():
         ledger.retire(segment)
+    volume.delete([n for n, segment in list(ledger.segments.items()) if segment.retired])
     for segment in sorted(ledger.segments.values(), key=lambda s: s.number):
         if ledger.may_roll(compacting=True):
             break
         ledger.discard(segment)
         ledger.retire(segment)
-    volume.delete([number for number in list(volume.files) if number not in ledger.segments])
+        volume.delete([segment.number])

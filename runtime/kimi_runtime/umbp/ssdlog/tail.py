@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kimi_connect.copying import copy_bytes
 from kimi_runtime.umbp.ssdlog import format as on_disk
-from kimi_runtime.umbp.ssdlog.disk import Stop, aligned_buffer, never
+from kimi_runtime.umbp.ssdlog.disk import Stop, head_buffer, never
 from kimi_runtime.umbp.ssdlog.format import Grave, Head, Identity
 from kimi_runtime.umbp.ssdlog.segments import Segment
 from kimi_runtime.umbp.ssdlog.volume import Volume
@@ -95,7 +95,7 @@ class Tail:
 
 
 def _in_pages(data: bytes) -> memoryview:
-    """The same bytes where O_DIRECT can use them."""
-    buffer = aligned_buffer(len(data))[: len(data)]
+    """The same bytes where O_DIRECT can use them, until the thread's next head."""
+    buffer = head_buffer(len(data))
     copy_bytes(buffer, memoryview(data))
     return buffer

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kimi_connect.wire import GroupTag
 from kimi_runtime.umbp.ssdlog import format as on_disk
-from kimi_runtime.umbp.ssdlog.disk import Disk, SegmentFile, Stop, aligned_buffer
+from kimi_runtime.umbp.ssdlog.disk import Disk, SegmentFile, Stop, head_buffer
 from kimi_runtime.umbp.ssdlog.format import Head, Identity
 from kimi_runtime.umbp.ssdlog.health import Health
 from kimi_runtime.umbp.ssdlog.ledger import Ledger
@@ -70,7 +70,7 @@ class Volume:
 
     def read_block(self, entry: Entry, body: memoryview, stop: Stop) -> tuple[GroupTag, ...]:
         """Fill `body` with a block, verified; its tags. OSError, Corrupt, Stopped."""
-        raw = aligned_buffer(entry.head_bytes)[: entry.head_bytes]
+        raw = head_buffer(entry.head_bytes)
         read = self.files[entry.segment].read(entry.offset, [raw, body], stop)
         head = self.head_of(entry, raw)
         if read < entry.head_bytes + entry.body_bytes or not on_disk.block_intact(head, body):
@@ -97,3 +97,5 @@ class Volume:
                 file = self.files.pop(number)
             file.close()
             self.disk.remove(number)
+            with self.lock:
+                self.ledger.deleted(number)

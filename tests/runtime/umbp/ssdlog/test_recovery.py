@@ -4,17 +4,17 @@ import random
 import shutil
 
 import pytest
-import ssd_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ssd_folder import ALIGN, block, body, key, small_spec
 
+import ssd_folder
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.umbp.ssdlog import format as on_disk
 from kimi_runtime.umbp.ssdlog.disk import Disk
 from kimi_runtime.umbp.ssdlog.format import FORMAT, HEAD_MIN_BYTES, Identity, Kind
 from kimi_runtime.umbp.ssdlog.log import SsdLog
 from kimi_runtime.umbp.ssdlog.recovery import open_volume
+from ssd_folder import ALIGN, block, body, key, small_spec
 
 SIZES = {n: 1 + 37 * n % 150 for n in range(40)}
 
@@ -88,31 +88,37 @@ def keys_after_start(folder):
     return sorted(keys)
 
 
+def cut(its_name, end):
+    """What is damaged when a file ends at `end`."""
+    return lambda name, _, last: name == its_name and last > end
+
+
+def flipped(its_name, at):
+    """What is damaged when one byte is."""
+    return lambda name, first, last: name == its_name and first <= at < last
+
+
 def test_a_log_cut_at_any_byte_holds_what_its_intact_records_say(tmp_path):
     files = written_log(tmp_path)
     replay = Replay(files)
-    for cut_name in sorted(files.keys() - {"LOG"}):
-        for end in range(len(files[cut_name])):
-            put_back(tmp_path, files | {cut_name: files[cut_name][:end]})
-            expected = replay.live(lambda name, _, last: name == cut_name and last > end)
-            assert keys_after_start(tmp_path) == expected, (cut_name, end)
+    for name in sorted(files.keys() - {"LOG"}):
+        for end in range(len(files[name])):
+            put_back(tmp_path, files | {name: files[name][:end]})
+            assert keys_after_start(tmp_path) == replay.live(cut(name, end)), (name, end)
 
 
 def test_a_log_with_any_one_byte_flipped_holds_what_its_intact_records_say(tmp_path):
     files = written_log(tmp_path)
     replay = Replay(files)
     chosen = random.Random(7)
-    for flip_name in sorted(files.keys() - {"LOG"}):
-        raw = files[flip_name]
+    for name in sorted(files.keys() - {"LOG"}):
+        raw = files[name]
         for at in range(len(raw)):
             if raw[at] == 0 and chosen.random() < 0.8:
                 continue  # mostly padding
-            flipped = raw[:at] + bytes([raw[at] ^ (1 << chosen.randrange(8))]) + raw[at + 1 :]
-            put_back(tmp_path, files | {flip_name: flipped})
-            expected = replay.live(
-                lambda name, first, last: name == flip_name and first <= at < last
-            )
-            assert keys_after_start(tmp_path) == expected, (flip_name, at)
+            wrong = raw[:at] + bytes([raw[at] ^ (1 << chosen.randrange(8))]) + raw[at + 1 :]
+            put_back(tmp_path, files | {name: wrong})
+            assert keys_after_start(tmp_path) == replay.live(flipped(name, at)), (name, at)
 
 
 @settings(
@@ -241,7 +247,7 @@ def test_a_segment_of_another_log_is_refused_and_left(tmp_path):
     files = written_log(tmp_path)
     foreign = on_disk.encode_identity(Identity(b"elsewise", ALIGN, 1536, 9))
     put_back(tmp_path, files | {"00000009.seg": foreign})
-    with pytest.raises(ConfigError, match="00000009.seg is not of the same log"):
+    with pytest.raises(ConfigError, match=r"00000009\.seg is not of the same log"):
         SsdLog.open(small_spec(tmp_path))
     assert (tmp_path / "00000009.seg").read_bytes() == foreign
 
@@ -271,8 +277,9 @@ def test_a_smaller_capacity_drops_the_oldest_segments_and_revives_nothing(tmp_pa
     for _ in range(2):
         log = SsdLog.open(smaller)
         assert ssd_folder.bytes_on_disk(tmp_path) <= 4 * 4096
-        assert key(23) in log.keys()
-        assert not {key(0), key(20)} & set(log.keys())
+        keys = set(log.keys())
+        assert key(23) in keys
+        assert not {key(0), key(20)} & keys
         log.check_integrity()
         log.close()
 
