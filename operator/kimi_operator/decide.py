@@ -22,7 +22,8 @@ from kimi_operator.revisions import FAILED, numbered, pool_addresses, remembered
 from kimi_operator.rollout import Revisions, Step, next_step, view_of
 from kimi_operator.scale import seeded, workers_status
 from kimi_operator.scaling import History, Targets, seed, targets
-from kimi_operator.status import Facts, Problem, selector_of_role
+from kimi_operator.status import selector_of_role
+from kimi_operator.verdicts import Facts, Problem
 from kimi_runtime.errors import CapacityError, ConfigError
 
 

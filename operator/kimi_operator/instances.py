@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, get_args
+from typing import get_args
 
 from kimi_operator.api.roles import RoleName
 from kimi_operator.changes import is_owned
@@ -18,6 +17,7 @@ from kimi_operator.observed import (
     Manifest,
     ObjectKey,
 )
+from kimi_operator.stamps import seconds
 
 ROLES: tuple[str, ...] = get_args(RoleName)
 BROKEN = frozenset(
@@ -127,11 +127,6 @@ def _ready_since_s(pod: Manifest) -> float | None:
         if condition["type"] == "Ready" and condition["status"] == "True":
             return seconds(condition.get("lastTransitionTime"))
     return None
-
-
-def seconds(stamp: Any) -> float:
-    """Seconds since the epoch of an RFC 3339 time; 0 where there is none."""
-    return datetime.fromisoformat(str(stamp)).timestamp() if stamp else 0.0
 
 
 def pod_failures(pod: Manifest) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import kopf
 from aiohttp import web
 
 from kimi_operator.cache import Cache
-from kimi_operator.clock import now_s, rfc3339, rfc3339_micro, unix_s
+from kimi_operator.clock import now_s, unix_s
 from kimi_operator.decide import Decider
 from kimi_operator.handlers import (
     SELECTOR,
@@ -36,6 +36,7 @@ from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Capabilities, ObjectKey
 from kimi_operator.reconcile import Reconciler
 from kimi_operator.settings import OperatorSettings, operator_settings
+from kimi_operator.stamps import rfc3339, rfc3339_micro
 from kimi_runtime.errors import ClusterError, ConfigError, KimistackError
 
 LEASE = "kimi-operator"

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from kimi_operator.cache import Cache, Key
 from kimi_operator.changes import Apply, Changes, Delete, changes, fingerprint
-from kimi_operator.clock import rfc3339
 from kimi_operator.conditions import transitions
 from kimi_operator.decide import Decide, Decision, NotDecided
 from kimi_operator.desired.security import with_call_key
@@ -30,8 +29,10 @@ from kimi_operator.observed import (
     Signals,
 )
 from kimi_operator.scale import workers_replicas
-from kimi_operator.status import Problem, first_status, status_of, unable_status
+from kimi_operator.stamps import rfc3339
+from kimi_operator.status import first_status, status_of, unable_status
 from kimi_operator.teardown import STAGES, next_teardown
+from kimi_operator.verdicts import Problem
 from kimi_runtime.errors import ClusterConflict, ClusterRefused
 
 RESYNC_S = 600.0

@@ -1,21 +1,12 @@
-"""The status of a KimiDeployment: conditions that follow kstatus, counts, revisions, addresses.
-
-`Reconciling` and `Stalled` are kstatus' own: the first holds while anything is under way, the
-second when nothing moves until a person changes something. `Ready` needs all of it: every wanted
-instance serving at the revision the spec asks for, none of an older one left, a router and the
-pool.
-"""
+"""The status of a KimiDeployment: conditions, counts, revisions, addresses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kimi_operator.api.deployment import ROLES, KimiDeployment
+from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.api.status import LIST_CAP
-from kimi_operator.clock import rfc3339
 from kimi_operator.conditions import Condition, stamped
-from kimi_operator.eligibility import nodes_eligible
 from kimi_operator.observed import (
     DEPLOYMENT_LABEL,
     INSTANCE_LABEL,
@@ -25,53 +16,28 @@ from kimi_operator.observed import (
     ObjectKey,
     Observed,
 )
-from kimi_operator.rollout.view import Step
+from kimi_operator.verdicts import (
+    Facts,
+    Problem,
+    blocked,
+    conditions_of,
+    count,
+    name_of,
+    url_of,
+    workload,
+)
 
-CONNECTED_ENGINES = frozenset({"kimistack"})
-"""Engines with an adapter to the router. Any other is rendered, and never Ready."""
 OWNERS = {"Static": "Spec", "External": "External", "Managed": "Planner"}
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something that only a person, or time, can change. `stalled`: nothing is tried meanwhile."""
-
-    reason: str
-    message: str
-    stalled: bool = True
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a status is made from. `update_revision` is what the spec asks for.
-
-    `left_out` says, one line each, what the cluster does not serve; `load_s` how long an instance
-    of a role took to become ready the last time, where one did.
-    """
-
-    deployment: KimiDeployment
-    observed: Observed
-    step: Step
-    targets: Mapping[RoleName, int]
-    scaling_reason: str
-    update_revision: str
-    left_out: Sequence[str] = ()
-    problems: Sequence[Problem] = ()
-    recommendation: str | None = None
-
-
 def status_of(facts: Facts, previous: Mapping[str, Any], now: str) -> dict[str, Any]:
-    """The whole status; `now` is an RFC 3339 time.
-
-    No message says how long something has lasted, only since when: one that changed by itself would
-    be written again at every pass, and every write wakes the next.
-    """
+    """The whole status; `now` is an RFC 3339 time."""
     deployment, observed, step = facts.deployment, facts.observed, facts.step
     generation = deployment.metadata.generation or 0
-    router = _workload(observed, "Deployment", "router")
-    pool = _workload(observed, "DaemonSet", "umbp")
+    router = workload(observed, "Deployment", "router")
+    pool = workload(observed, "DaemonSet", "umbp")
     roles = {name: _role_status(facts, name) for name, _ in deployment.spec.roles()}
-    url = _url(deployment)
+    url = url_of(deployment)
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "conditions": stamped(
@@ -132,198 +98,6 @@ def first_status(generation: int, now: str) -> dict[str, Any]:
     }
 
 
-def conditions_of(
-    facts: Facts, router: Manifest | None, pool: Manifest | None
-) -> tuple[Condition, ...]:
-    """Every condition, Ready first."""
-    spec = facts.deployment.spec
-    parts = {name: _role_condition(facts, name) for name, _ in spec.roles()}
-    parts_list = [*parts.values(), _router_condition(facts, router)]
-    if spec.kv_pool.enabled:
-        parts_list.append(_pool_condition(pool))
-    progress = _progress(facts)
-    stalled = _stalled(facts)
-    degraded = _degraded(facts)
-    ready = _ready(facts, parts_list, progress, stalled)
-    working = progress.holds is True or (ready.holds is False and stalled.holds is False)
-    reconciling = Condition(
-        "Reconciling",
-        working and stalled.holds is False,
-        ready.reason if working else "Settled",
-        ready.message if working else "",
-    )
-    return (
-        ready,
-        _available(facts, router),
-        progress,
-        reconciling,
-        stalled,
-        degraded,
-        *parts_list,
-        _model_condition(facts),
-        Condition("ScalingReady", True, "Scaling", facts.scaling_reason),
-        nodes_eligible(spec, facts.targets, facts.observed.nodes),
-        _support(facts),
-    )
-
-
-def _ready(
-    facts: Facts, parts: Sequence[Condition], progress: Condition, stalled: Condition
-) -> Condition:
-    engine = facts.deployment.spec.engine
-    if stalled.holds:
-        return Condition("Ready", False, stalled.reason, stalled.message)
-    if engine not in CONNECTED_ENGINES:
-        return Condition(
-            "Ready",
-            False,
-            "EngineNotConnected",
-            f"engine {engine} is rendered and started, but the router cannot use it yet",
-        )
-    if facts.deployment.spec.suspend == "Scale":
-        return Condition("Ready", False, "Suspended", "spec.suspend is Scale: no instance runs")
-    missing = [part for part in parts if not part.holds]
-    if missing:
-        return Condition("Ready", False, missing[0].reason, missing[0].message)
-    if progress.holds:
-        return Condition("Ready", False, progress.reason, progress.message)
-    return Condition("Ready", True, "Serving", f"requests are served at {_url(facts.deployment)}")
-
-
-def _available(facts: Facts, router: Manifest | None) -> Condition:
-    serving = _serving_by_revision(facts)
-    roles = [name for name, _ in facts.deployment.spec.roles()]
-    complete = [rev for rev, have in sorted(serving.items()) if all(have.get(r) for r in roles)]
-    if complete and _count(router, "readyReplicas"):
-        return Condition("Available", True, "Serving", f"revision {', '.join(complete)} serves")
-    what = "no router is ready" if complete else "no revision has an instance of every role serving"
-    return Condition("Available", False, "NotServing", what)
-
-
-def _serving_by_revision(facts: Facts) -> dict[str, dict[RoleName, int]]:
-    found: dict[str, dict[RoleName, int]] = {}
-    for instance in facts.observed.instances:
-        if instance.serving:
-            have = found.setdefault(instance.id.revision, {})
-            have[instance.id.role] = have.get(instance.id.role, 0) + 1
-    return found
-
-
-def _progress(facts: Facts) -> Condition:
-    step = facts.step
-    if facts.deployment.spec.rollout.paused and not step.done:
-        return Condition("Progressing", False, "Paused", "spec.rollout.paused is true")
-    if not step.done:
-        waiting = f": {step.waiting_for}" if step.waiting_for else ""
-        return Condition(
-            "Progressing",
-            True,
-            "RollingOut",
-            f"step {step.step} of {step.total_steps} to revision {step.target_revision}{waiting}",
-        )
-    return Condition("Progressing", False, "Complete", f"revision {facts.update_revision}")
-
-
-def _stalled(facts: Facts) -> Condition:
-    for problem in facts.problems:
-        if problem.stalled:
-            return Condition("Stalled", True, problem.reason, problem.message)
-    step = facts.step
-    if step.failed is not None:
-        return Condition(
-            "Stalled",
-            True,
-            "ProgressDeadlineExceeded",
-            f"revision {step.failed} did not get ready within rollout.progressDeadline: "
-            f"{step.waiting_for or 'see the instances'}; correct the spec",
-        )
-    if step.outage is not None and not facts.deployment.spec.rollout.allow_outage:
-        return Condition(
-            "Stalled",
-            True,
-            "OutageNeeded",
-            f"{step.outage}; allow it with rollout.allowOutage: true",
-        )
-    return Condition("Stalled", False, "Moving")
-
-
-def _degraded(facts: Facts) -> Condition:
-    found = [f"{p.reason}: {p.message}" for p in facts.problems if not p.stalled]
-    failing = [i for i in facts.observed.instances if i.failures and not i.terminating]
-    found += [f"{_name(i)}: {i.failures[0]}" for i in failing[:5]]
-    if len(failing) > 5:
-        found.append(f"and {len(failing) - 5} instances more")
-    if not found:
-        return Condition("Degraded", False, "AsWanted")
-    soft = [p.reason for p in facts.problems if not p.stalled]
-    return Condition("Degraded", True, soft[0] if soft else "InstancesFail", "; ".join(found))
-
-
-def _support(facts: Facts) -> Condition:
-    if not facts.left_out:
-        return Condition("FullySupported", True, "AllServed", "the cluster serves all that is used")
-    return Condition("FullySupported", False, "NotServed", "; ".join(facts.left_out))
-
-
-def _role_condition(facts: Facts, name: RoleName) -> Condition:
-    kind = f"{name.capitalize()}Ready"
-    want = facts.targets.get(name, 0)
-    mine = [i for i in facts.observed.instances if i.id.role == name]
-    serving = sum(1 for i in mine if i.serving)
-    if serving >= want:
-        return Condition(kind, True, "Serving", f"{serving} of {want} instances serve")
-    blocked = _blocked(facts, name)
-    reason, _, rest = blocked.partition(": ")
-    return Condition(kind, False, reason, f"{serving} of {want} instances serve; {rest or blocked}")
-
-
-def _blocked(facts: Facts, name: RoleName) -> str:
-    """What the role's slowest instance waits for, as `Reason: text`."""
-    mine = [i for i in facts.observed.instances if i.id.role == name and not i.terminating]
-    waiting = sorted((i for i in mine if not i.ready), key=lambda i: i.created_s)
-    if not waiting:
-        why = facts.step.waiting_for or "instances are about to be created"
-        return f"Creating: {why}"
-    slowest = waiting[0]
-    since = rfc3339(slowest.created_s) if slowest.created_s else "just now"
-    if slowest.failures:
-        return f"{slowest.failures[0]} (instance {_name(slowest)}, since {since})"
-    if slowest.pods_scheduled < slowest.pods_desired:
-        return (
-            f"Scheduling: instance {_name(slowest)} has {slowest.pods_scheduled} of "
-            f"{slowest.pods_desired} pods on a node, since {since}"
-        )
-    role = next(role for role_name, role in facts.deployment.spec.roles() if role_name == name)
-    took = [i.ready_since_s - i.created_s for i in mine if i.ready_since_s and i.created_s]
-    expected = (
-        f"the last one took {_ago(took[-1])}"
-        if took
-        else f"it has {_ago(role.probes.startup_timeout)} for it"
-    )
-    return f"Loading: instance {_name(slowest)} loads the model, since {since}; {expected}"
-
-
-def _router_condition(facts: Facts, router: Manifest | None) -> Condition:
-    ready, want = _count(router, "readyReplicas"), facts.deployment.spec.router.replicas
-    if router is not None and ready >= want:
-        return Condition("RouterReady", True, "Serving", f"{ready} of {want} routers are ready")
-    return Condition("RouterReady", False, "RouterNotReady", f"{ready} of {want} routers are ready")
-
-
-def _pool_condition(pool: Manifest | None) -> Condition:
-    ready, want = _count(pool, "numberReady"), _count(pool, "desiredNumberScheduled")
-    if pool is not None and want and ready >= want:
-        return Condition("KVPoolReady", True, "Serving", f"{ready} of {want} nodes have the pool")
-    return Condition("KVPoolReady", False, "PoolNotReady", f"{ready} of {want} nodes have the pool")
-
-
-def _model_condition(facts: Facts) -> Condition:
-    loaded = sum(1 for i in facts.observed.instances if i.ready)
-    if loaded:
-        return Condition("ModelReady", True, "Loaded", f"{loaded} instances have loaded it")
-    return Condition("ModelReady", False, "NotLoaded", "no instance has loaded the model")
-
-
 def _role_status(facts: Facts, name: RoleName) -> dict[str, Any]:
     role = dict(facts.deployment.spec.roles())[name]
     mine = [i for i in facts.observed.instances if i.id.role == name]
@@ -341,7 +115,7 @@ def _role_status(facts: Facts, name: RoleName) -> dict[str, Any]:
         "revision": max(sorted(set(revisions)), key=revisions.count, default=None),
         "owner": OWNERS[role.scaling.mode],
         "selector": selector_of_role(facts.deployment.name, name),
-        "blocked": None if ready >= desired else _blocked(facts, name)[:4096],
+        "blocked": None if ready >= desired else blocked(facts, name)[:4096],
     }
 
 
@@ -363,7 +137,7 @@ def _rollout(facts: Facts, previous: Mapping[str, Any], now: str) -> dict[str, A
 
 def _placement(deployment: KimiDeployment, instances: Sequence[InstanceView]) -> dict[str, Any]:
     placed = [i for i in instances if i.nodes]
-    shown = [{"instance": _name(i), "nodes": list(i.nodes[:16])} for i in placed[:LIST_CAP]]
+    shown = [{"instance": name_of(i), "nodes": list(i.nodes[:16])} for i in placed[:LIST_CAP]]
     more = len(placed) - len(shown)
     return {"placement": shown, "more": more or None}
 
@@ -377,16 +151,9 @@ def _pool_status(pool: Manifest | None) -> dict[str, Any] | None:
     if pool is None:
         return None
     return {
-        "nodes": _count(pool, "numberReady"),
-        "desired": _count(pool, "desiredNumberScheduled"),
+        "nodes": count(pool, "numberReady"),
+        "desired": count(pool, "desiredNumberScheduled"),
     }
-
-
-def _url(deployment: KimiDeployment) -> str:
-    namespace = deployment.metadata.namespace or "default"
-    port = deployment.spec.router.service.port
-    suffix = "" if port == 80 else f":{port}"
-    return f"http://{deployment.name}-router.{namespace}.svc{suffix}/v1"
 
 
 def _outside(observed: Observed, deployment: KimiDeployment) -> list[str]:
@@ -398,34 +165,3 @@ def _outside(observed: Observed, deployment: KimiDeployment) -> list[str]:
     port = deployment.spec.router.service.port
     hosts = [entry.get("hostname") or entry.get("ip") for entry in balancer.get("ingress") or ()]
     return [f"http://{host}:{port}/v1" for host in hosts if host]
-
-
-def _workload(observed: Observed, kind: str, component: str) -> Manifest | None:
-    for key, child in sorted(observed.children.items()):
-        labels = child["metadata"].get("labels") or {}
-        if key.kind == kind and labels.get("app.kubernetes.io/component") == component:
-            return child
-    return None
-
-
-def _count(workload: Manifest | None, field: str) -> int:
-    """A number of a workload's status, if that speaks of the spec there is now."""
-    if workload is None:
-        return 0
-    status = workload.get("status") or {}
-    if status.get("observedGeneration", 0) < workload["metadata"].get("generation", 0):
-        return 0
-    return int(status.get(field) or 0)
-
-
-def _name(instance: InstanceView) -> str:
-    return f"{instance.id.role}-{instance.id.revision}-{instance.id.index}"
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(seconds, 0):.0f}s"
-    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
-
-
-__all__ = ["ROLES", "Facts", "Problem", "first_status", "status_of", "unable_status"]

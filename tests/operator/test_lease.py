@@ -30,7 +30,9 @@ class Two:
 
     def __post_init__(self) -> None:
         self.a, self.b = (
-            Leadership(self.kube, KEY, name, lambda o=offset: self.clock.now_s + o, self.clock.stamp)
+            Leadership(
+                self.kube, KEY, name, lambda o=offset: self.clock.now_s + o, self.clock.stamp
+            )
             for name, offset in (("a", 0.0), ("b", -500.0))
         )
 

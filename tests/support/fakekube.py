@@ -6,7 +6,6 @@ every change; faults before or after any request on request. `Controllers` plays
 StatefulSet controller.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,7 +60,15 @@ class FakeKube:
     before: Callable[[Call], None] = lambda _: None
     after: Callable[[Call], None] = lambda _: None
     _watchers: list[Watcher] = field(default_factory=list)
-    _versions: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    _version: int = 0
+
+    def forked(self) -> "FakeKube":
+        """The same objects in a server of their own, that nobody watches and nothing disturbs."""
+        return FakeKube(self.served, ssa.cloned(self.objects), _version=self._version)
+
+    def _next_version(self) -> str:
+        self._version += 1
+        return str(self._version)
 
     def subscribe(self, watcher: Watcher) -> None:
         """Tell what there is, then every change."""
@@ -281,13 +288,13 @@ class FakeKube:
 
     def _drop(self, key: ObjectKey) -> None:
         gone = self.objects.pop(key)
-        gone["metadata"]["resourceVersion"] = str(next(self._versions))
+        gone["metadata"]["resourceVersion"] = self._next_version()
         self._tell("DELETED", gone)
 
     def _store(self, key: ObjectKey, new: Manifest) -> Manifest:
         live = self.objects.get(key)
         metadata = new["metadata"]
-        metadata["uid"] = live["metadata"]["uid"] if live else f"uid-{next(self._versions)}"
+        metadata["uid"] = live["metadata"]["uid"] if live else f"uid-{self._next_version()}"
         metadata["creationTimestamp"] = live["metadata"]["creationTimestamp"] if live else CREATED
         metadata["generation"] = live["metadata"]["generation"] if live else 1
         metadata["resourceVersion"] = live["metadata"]["resourceVersion"] if live else ""
@@ -295,7 +302,7 @@ class FakeKube:
             if new == live:
                 return ssa.cloned(live)
             metadata["generation"] += int(_desired(new) != _desired(live))
-        metadata["resourceVersion"] = str(next(self._versions))
+        metadata["resourceVersion"] = self._next_version()
         self.objects[key] = new
         self._tell("MODIFIED" if live else "ADDED", new)
         return ssa.cloned(new)
@@ -412,6 +419,19 @@ class KilledAfter:
         self.count += int(call.writes)
         if call.writes and self.count == self.writes:
             raise Killed
+
+
+@dataclass
+class Snapshots:
+    """What the server holds after each write: where a kill right after that write leaves it."""
+
+    kube: FakeKube
+    taken: list[FakeKube] = field(default_factory=list)
+
+    def __call__(self, call: Call) -> None:
+        """As `FakeKube.after`."""
+        if call.writes:
+            self.taken.append(self.kube.forked())
 
 
 @dataclass

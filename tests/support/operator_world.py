@@ -63,7 +63,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.controllers = Controllers(self.kube)
-        self.kube.put(NODE, "kubelet")
+        if not self.kube.of_kind("Node"):
+            self.kube.put(NODE, "kubelet")
         self.restart()
 
     def restart(self) -> None:
