@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from cluster import APPLY, MERGE, Server
+from cluster import APPLY, MERGE, Server, the_only_cluster
 from kimi_operator.kinds import BY_ID
 from kimi_operator.observed import ObjectKey
 
@@ -195,6 +195,12 @@ def two_nodes(folder: Path) -> Iterator[Nodes]:
     """The cluster with its GPUs advertised; stopped at the end unless it is to be kept."""
     script = Path(os.environ["KIMISTACK_CLUSTER"]) / "cluster"
     env = {**os.environ, "KIMI_CLUSTER_DIR": str(folder)}
+    with the_only_cluster(), _started(script, folder, env) as nodes:
+        yield nodes
+
+
+@contextmanager
+def _started(script: Path, folder: Path, env: dict[str, str]) -> Iterator[Nodes]:
     began = time.monotonic()
     try:
         up = [script, "up", "--nodes", str(len(NODES))]

@@ -5,13 +5,16 @@ KUBECONFIG names one that runs already; otherwise KIMISTACK_CLUSTER names the fo
 is set.
 """
 
+import fcntl
 import json
 import os
 import ssl
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,20 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
             pytest.fail(missing)
         pytest.skip(missing)
     env = {**os.environ, "KIMI_CLUSTER_DIR": str(folder)}
+    with the_only_cluster(), _up(script, folder, env) as cluster:
+        yield cluster
+
+
+@contextmanager
+def the_only_cluster() -> Iterator[None]:
+    """Wait for the machine's turn: one that stops takes down the network of every other one."""
+    with (Path(tempfile.gettempdir()) / "kimistack-cluster.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _up(script: Path, folder: Path, env: dict[str, str]) -> Iterator[Cluster]:
     try:
         subprocess.run([script, "up"], env=env, check=True, capture_output=True, timeout=180)
         yield Cluster(Server.of(folder / "kubeconfig"), script, env)
