@@ -4,7 +4,7 @@
 the next is the history that a planner of mode Managed smooths over.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,9 +55,6 @@ class Decision:
     facts: Facts
     wait_s: float | None
     hands_off: bool
-
-
-Decide = Callable[[Manifest, Observed, float], Decision]
 
 
 @dataclass
@@ -277,4 +274,4 @@ def _scales(
     }
 
 
-__all__ = ["Decide", "Decider", "Decision", "NotDecided", "decide", "effective_of"]
+__all__ = ["Decider", "Decision", "NotDecided", "decide", "effective_of"]

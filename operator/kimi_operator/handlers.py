@@ -71,7 +71,7 @@ class Wakes:
 
     def oldest_s(self) -> float:
         """How long the longest waiting deployment has waited."""
-        return now_s() - min(self._since_s.values(), default=now_s())
+        return now_s() - min(self._since_s.values()) if self._since_s else 0.0
 
 
 @dataclass

@@ -179,8 +179,8 @@ class Operator:
         return None
 
     @asynccontextmanager
-    async def probes(self) -> AsyncIterator[int]:
-        """Probes and metrics over HTTP; the port they are on."""
+    async def probes(self, host: str | None = None) -> AsyncIterator[int]:
+        """Probes and metrics over HTTP, on all addresses unless told otherwise; their port."""
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
@@ -188,7 +188,7 @@ class Operator:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, None, self.settings.http_port)
+            site = web.TCPSite(runner, host, self.settings.http_port)
             await site.start()
             yield int(runner.addresses[0][1])
         finally:

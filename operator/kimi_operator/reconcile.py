@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from kimi_operator.cache import Cache, Key
 from kimi_operator.changes import Apply, Changes, Delete, changes, fingerprint
 from kimi_operator.conditions import transitions
-from kimi_operator.decide import Decide, Decision, NotDecided
+from kimi_operator.decide import Decider, Decision, NotDecided
 from kimi_operator.desired.security import with_call_key
 from kimi_operator.events import event_of
 from kimi_operator.instances import LoadReport, broken_pods, drain_patches, instance_views
@@ -77,7 +77,7 @@ class Reconciler:
     kube: Kube
     cache: Cache
     capabilities: Capabilities
-    decide: Decide
+    decide: Decider
     metrics: Metrics
     unix_s: Callable[[], float]
     loads: Loads = field(default_factory=NoLoads)
@@ -93,7 +93,9 @@ class Reconciler:
         """
         resource = self.cache.deployment(key)
         if resource is None:
-            self._remembered.pop(key, None)
+            memory = self._remembered.pop(key, None)
+            if memory is not None:
+                self.decide.forget(memory.uid)
             return None
         if "deletionTimestamp" in resource["metadata"]:
             return None
