@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_operator.api.load import load_deployment
+from kimi_operator.desired.install import as_yaml
+from kimi_operator.desired.render import at_rest
 from kimi_operator.install_cli import app as install_app
 from kimi_operator.local.child import tail
 from kimi_operator.local.display import shown
@@ -24,6 +27,7 @@ from kimi_operator.local.logs import follow, log_files
 from kimi_operator.local.stack import Stack
 from kimi_operator.local.up import Front, StartFailed, effective_of, prepared
 from kimi_operator.local.up import supervise as run_supervisor
+from kimi_operator.observed import K8S_1_20, K8S_CURRENT, Capabilities
 from kimi_operator.settings import shared_memory, state_home
 from kimi_runtime.cli import app as runtime_app
 from kimi_runtime.errors import KimistackError
@@ -43,6 +47,18 @@ FileOption = Annotated[
 NameArgument = Annotated[
     str | None, typer.Argument(help="metadata.name of the deployment; not needed if there is one.")
 ]
+
+
+class Server(StrEnum):
+    """The Kubernetes API servers that objects are rendered for."""
+
+    V1_20 = "1.20"
+    CURRENT = "current"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What such a server serves."""
+        return K8S_1_20 if self is Server.V1_20 else K8S_CURRENT
 
 
 @app.callback(invoke_without_command=True)
@@ -248,6 +264,27 @@ def spec(
     """Check a KimiDeployment without starting anything, and print what it says."""
     resolved = effective_of(file)
     typer.echo(resolved.as_text() if effective else resolved.as_written_text(), nl=False)
+
+
+@app.command()
+def render(
+    file: FileOption = None,
+    server: Annotated[
+        Server, typer.Option("--server", help="What the API server can be asked for.")
+    ] = Server.CURRENT,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON List instead of YAML.")] = False,
+) -> None:
+    """Print every object a KimiDeployment becomes; what keeps one from serving goes to stderr."""
+    objects = at_rest(effective_of(file), server.capabilities)
+    for left in objects.left_out:
+        typer.echo(f"left out: {left.what}: {left.reason}", err=True)
+    for obstacle in objects.obstacles:
+        typer.echo(f"cannot serve: {obstacle.reason}: {obstacle.message}", err=True)
+    if as_json:
+        items = {"apiVersion": "v1", "kind": "List", "items": list(objects.manifests)}
+        typer.echo(json.dumps(items, indent=2))
+    else:
+        typer.echo(as_yaml(objects.manifests), nl=False)
 
 
 app.registered_commands += install_app.registered_commands

@@ -148,3 +148,14 @@ def test_the_runtimes_commands_are_there(capsys: pytest.CaptureFixture[str]):
     for command in ("up", "down", "status", "logs", "spec", "worker", "router", "umbp"):
         assert f" {command} " in out
     assert "supervise" not in out
+
+
+@pytest.mark.parametrize("server", ["1.20", "current"])
+def test_render_prints_every_object_and_says_what_keeps_it_from_serving(
+    server: str, capsys: pytest.CaptureFixture[str]
+):
+    code, out, err = run(capsys, "render", "-f", EXAMPLES / "kimi-k26.yaml", "--server", server)
+    kinds = {one["kind"] for one in yaml.safe_load_all(out)}
+    assert code == 0
+    assert {"StatefulSet", "DaemonSet", "Deployment", "NetworkPolicy"} <= kinds
+    assert "cannot serve: NotInThisVersion" in err

@@ -309,7 +309,11 @@ def rendered(
     origin: str = "",
 ) -> Rendered:
     """A deployment at rest, without a cluster: one revision, the instances of its spec."""
-    effective = resolve(deployment, get_preset, origin or deployment.name)
+    return at_rest(resolve(deployment, get_preset, origin or deployment.name), capabilities)
+
+
+def at_rest(effective: Effective, capabilities: Capabilities) -> Rendered:
+    """Like `rendered`, of a deployment that is resolved already."""
     revision = revision_of(effective)
     return render(
         effective,
