@@ -9,7 +9,7 @@ FILE ?= examples/kimi-nano.yaml
 BIN := $(VENV)/bin
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up down status test check fix generate e2e e2e-cluster images bench dist clean
+.PHONY: up down status test check fix generate e2e e2e-cluster e2e-rdma images bench dist clean
 
 $(VENV)/.run-stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -56,6 +56,10 @@ e2e-cluster: $(VENV)/.dev-stamp
 # Both images as OCI archives in build/images, as root, without a registry.
 images: $(VENV)/.dev-stamp
 	PYTHON_INDEX_ARGS="$(PIP_INDEX)" $(BIN)/python images/build
+
+# Verbs on a soft-RoCE device in a virtual machine; the first run builds its image and needs root.
+e2e-rdma: $(VENV)/.dev-stamp
+	$(BIN)/python e2e/rdma/vm.py $(ARGS)
 
 bench: $(VENV)/.dev-stamp
 	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done

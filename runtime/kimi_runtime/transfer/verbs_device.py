@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pyverbs.addr import AHAttr, GlobalRoute
+from pyverbs.addr import GID, AHAttr, GlobalRoute
 from pyverbs.cq import CQ
 from pyverbs.device import Context, get_device_list
 from pyverbs.mr import MR, DmaBufMR
@@ -32,7 +32,8 @@ _ACK_TIMEOUT = 14
 _RETRIES = 7
 _RNR_TIMER = 12  # 0.64 ms
 _HOPS = 64
-_MAX_MESSAGE_BYTES = 1 << 30  # some providers say 2 GiB and mean a byte less
+_MAX_MESSAGE_BYTES = 16 << 20
+"""What a port takes is more, but then an ended batch would wait longer for what is under way."""
 _KINDS = {
     e.IBV_GID_TYPE_IB: GidKind.IB,
     e.IBV_GID_TYPE_ROCE_V1: GidKind.ROCE_V1,
@@ -231,7 +232,7 @@ class VerbsDevice:
     def _path(self, port: PortInfo) -> AHAttr:
         settings = self._settings
         route = GlobalRoute(
-            dgid=_gid_text(bytes.fromhex(port.gid)),
+            dgid=GID(_gid_text(bytes.fromhex(port.gid))),
             sgid_index=self.gid.index,
             hop_limit=_HOPS,
             traffic_class=settings.traffic_class,
@@ -271,7 +272,7 @@ def _gids(context: Any, port: int) -> list[Gid]:
     found = []
     for entry in entries:
         if entry.port_num == port:
-            raw = bytes.fromhex(entry.gid.gid.replace(":", ""))
+            raw = bytes.fromhex(str(context.query_gid(port, entry.gid_index)).replace(":", ""))
             found.append(Gid(entry.gid_index, _KINDS[entry.gid_type], raw))
     return found
 

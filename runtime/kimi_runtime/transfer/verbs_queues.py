@@ -98,6 +98,7 @@ class SendQueue:
         self.posted: dict[int, Work] = {}
         self._depth = depth
         self._count = 0
+        self._refused = SendWR(num_sge=1, sg=[SGE(0, 0, 0)])  # where a failed post began
 
     @property
     def number(self) -> int:
@@ -113,15 +114,7 @@ class SendQueue:
                 work.batch.settle()
                 continue
             self._count += 1
-            element = SGE(work.local, work.size, work.local_key)
-            request = SendWR(
-                wr_id=self._count,
-                opcode=work.opcode,
-                num_sge=1,
-                sg=[element],
-                send_flags=e.IBV_SEND_SIGNALED,
-            )
-            request.set_wr_rdma(work.remote_key, work.remote)
+            request = _request(self._count, work)
             if chain:
                 chain[-1].next_wr = request
             chain.append(request)
@@ -170,18 +163,36 @@ class SendQueue:
             work.batch.settle()
 
     def _post(self, chain: list[SendWR]) -> None:
-        refused = SendWR()
         assert self.pair is not None
+        first = chain[0].wr_id
+        self._refused.wr_id = first
         try:
             with mapped("posting requests"):
-                self.pair.post_send(chain[0], refused)
+                self.pair.post_send(chain[0], self._refused)
         except TransferError as exc:
             self.broken = True
-            first = refused.wr_id or chain[0].wr_id
-            for number in [number for number in self.posted if number >= first]:
+            for number in [number for number in self.posted if number >= self._refused.wr_id]:
                 work = self.posted.pop(number)
                 work.batch.fail(exc)
                 work.batch.settle()
+        finally:
+            for request in chain:
+                request.close()
+
+
+def _request(number: int, work: Work) -> SendWR:
+    """A signalled request. pyverbs frees neither part by itself: close it once it is posted."""
+    element = SGE(work.local, work.size, work.local_key)
+    request = SendWR(
+        wr_id=number,
+        opcode=work.opcode,
+        num_sge=1,
+        sg=[element],
+        send_flags=e.IBV_SEND_SIGNALED,
+    )
+    element.close()
+    request.set_wr_rdma(work.remote_key, work.remote)
+    return request
 
 
 class Queues:

@@ -1,0 +1,230 @@
+"""How fast KV moves between two processes of this host, and how many bytes a hand-off moves.
+
+    PYTHONPATH=runtime python benchmarks/transfer.py [--rounds 9] [--streams 4] [--folder DIR]
+
+Each figure is measured in turn with what it is compared to, so that other load meets both; the
+ratio is the median over the rounds. shm: reads against memcpy of the same bytes out of the same
+mapping. tcp: batches of blocks over loopback against iperf3 with as many streams.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+from kimi_connect.copying import copy_bytes
+from kimi_runtime.spec.request import RegionRef
+from kimi_runtime.transfer import TransportName, open_transport
+from kimi_runtime.transfer.base import Session, Span
+from kimi_runtime.transfer.memory import shared_memory
+from kimi_runtime.transfer.network import NetworkSettings
+from kimi_runtime.units import format_bytes
+
+CALL_KEY = b"benchmark" * 4
+REGION_BYTES = 64 << 20
+BLOCK_BYTES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
+TARGET_FROM_BYTES = 1 << 20
+SHM_TARGET, TCP_TARGET = 0.7, 0.8
+SLICE_S = 0.3
+DEADLINE_S = 60.0
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from kimi_runtime.transfer import open_transport
+from kimi_runtime.transfer.memory import private_memory, shared_memory
+from kimi_runtime.transfer.network import NetworkSettings
+async def main(name, path, size, key):
+    transport = await open_transport(name, peer="owner", network=NetworkSettings((key,)))
+    memory = shared_memory(Path(path), size) if name == "shm" else private_memory(size)
+    memory.view[:] = bytes(range(256)) * (size // 256)
+    print(transport.register(memory).model_dump_json(), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await transport.aclose()
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].encode()))
+"""
+
+
+@contextlib.contextmanager
+def owner(name: str, path: Path) -> Iterator[RegionRef]:
+    """Another process with a region."""
+    command = [sys.executable, "-c", OWNER, name, str(path), str(REGION_BYTES), CALL_KEY.decode()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield RegionRef.model_validate_json(process.stdout.readline())
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+@contextlib.asynccontextmanager
+async def session(name: TransportName, folder: Path, streams: int) -> AsyncIterator[Session]:
+    """A session to another process's region."""
+    network = NetworkSettings((CALL_KEY,), streams=streams)
+    with owner(name, folder / "region") as ref:
+        reader = await open_transport(name, peer="reader", network=network)
+        try:
+            yield await reader.open(ref, deadline_s=DEADLINE_S)
+        finally:
+            await reader.aclose()
+
+
+def blocks_of(size: int, first: int) -> list[Span]:
+    """A batch that covers the region, its blocks in another order at the target."""
+    count = REGION_BYTES // size
+    order = [(n * 7 + first) % count for n in range(count)]  # 7 and powers of two: a permutation
+    return [Span(at * size, n * size, size) for n, at in enumerate(order)]
+
+
+async def rate(work: Callable[[int], Awaitable[object]], size: int) -> float:
+    """Bytes a second of `work`, each turn of which moves `size` bytes."""
+    turns, start_s = 0, time.perf_counter()
+    while (spent_s := time.perf_counter() - start_s) < SLICE_S or not turns:
+        await work(turns)
+        turns += 1
+    return turns * size / spent_s
+
+
+async def measure_shm(folder: Path, rounds: int) -> list[list[str]]:
+    """Rows: one block a read, as a request of one span, against one memcpy of it."""
+    rows = []
+    source = shared_memory(folder / "source", REGION_BYTES)
+    source.view[:] = os.urandom(1 << 20) * (REGION_BYTES >> 20)
+    into = memoryview(bytearray(REGION_BYTES))
+    async with session("shm", folder, 1) as shm:
+        for size in BLOCK_BYTES:
+            count = REGION_BYTES // size
+
+            async def read(turn: int, size: int = size, count: int = count) -> None:
+                at = turn % count * size
+                await shm.read([Span(at, at, size)], into, deadline_s=DEADLINE_S)
+
+            async def copy(turn: int, size: int = size, count: int = count) -> None:
+                at = turn % count * size
+                copy_bytes(into[at : at + size], source.view[at : at + size])
+
+            pairs = [(await rate(read, size), await rate(copy, size)) for _ in range(rounds)]
+            rows.append(row("shm read / memcpy", size, pairs, SHM_TARGET))
+    return rows
+
+
+async def measure_tcp(folder: Path, rounds: int, streams: int) -> list[list[str]]:
+    """Rows: batches that cover the region, against iperf3 writing as large buffers."""
+    rows = []
+    into = memoryview(bytearray(REGION_BYTES))
+    async with session("tcp", folder, streams) as tcp:
+        for size in BLOCK_BYTES:
+
+            async def read(turn: int, size: int = size) -> None:
+                await tcp.read(blocks_of(size, turn), into, deadline_s=DEADLINE_S)
+
+            pairs = [
+                (await rate(read, REGION_BYTES), await iperf3(streams, size)) for _ in range(rounds)
+            ]
+            rows.append(row(f"tcp read / iperf3, {streams} streams", size, pairs, TCP_TARGET))
+    return rows
+
+
+async def iperf3(streams: int, size: int) -> float:
+    """Bytes a second that iperf3 receives over loopback; nan without it."""
+    if shutil.which("iperf3") is None:
+        return float("nan")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    server = await asyncio.create_subprocess_exec(
+        *("iperf3", "-s", "-1", "-p", port, "--forceflush"), stdout=asyncio.subprocess.PIPE
+    )
+    assert server.stdout is not None
+    await server.stdout.readuntil(b"listening")
+    client = await asyncio.create_subprocess_exec(
+        *(
+            "iperf3",
+            "-c",
+            "127.0.0.1",
+            "-p",
+            port,
+            "-P",
+            str(streams),
+            "-l",
+            str(min(size, 1 << 20)),
+        ),
+        *("-t", "1", "-J"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    printed, _ = await client.communicate()
+    await server.communicate()
+    return float(json.loads(printed)["end"]["sum_received"]["bits_per_second"]) / 8
+
+
+async def measure_hand_off(folder: Path, streams: int) -> list[list[str]]:
+    """Rows: bytes that pass when the destination has some of the blocks already."""
+    rows = []
+    size, count = 1 << 20, REGION_BYTES >> 20
+    into = memoryview(bytearray(REGION_BYTES))
+    for name in ("shm", "tcp"):
+        for held in (0, count // 2, count - 1):
+            async with session(name, folder, streams) as one:  # type: ignore[arg-type]
+                missing = [Span(n * size, n * size, size) for n in range(held, count)]
+                await one.read(missing, into, deadline_s=DEADLINE_S)
+                moved, need = one.counters.read_bytes, len(missing) * size
+            what = f"{name} hand-off, {held} of {count} blocks held"
+            moved_text, need_text = format_bytes(moved), format_bytes(need)
+            rows.append(
+                [what, format_bytes(size), moved_text, need_text, f"{moved / need:.2f}", "1"]
+            )
+    return rows
+
+
+def row(what: str, size: int, pairs: list[tuple[float, float]], target: float) -> list[str]:
+    """One comparison: medians in GB/s, and the median of the rounds' ratios."""
+    ours, other = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    wanted = f"≥{target}" if size >= TARGET_FROM_BYTES else ""
+    figures = [f"{ours / 1e9:.2f} GB/s", f"{other / 1e9:.2f} GB/s", f"{ratio:.2f}"]
+    return [what, format_bytes(size), *figures, wanted]
+
+
+def show(rows: list[list[str]]) -> None:
+    """The table, in Markdown."""
+    head = ["what", "block", "ours", "compared to", "ratio", "target"]
+    for cells in (head, ["---"] * len(head), *rows):
+        print("| " + " | ".join(cells) + " |")
+
+
+async def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kimistack-bench-", dir=args.folder) as name:
+        folder = Path(name)
+        rows = await measure_shm(folder, args.rounds)
+        if shutil.which("iperf3") is None:
+            print("iperf3 is not installed: tcp has nothing to be compared to (nan)")
+        rows += await measure_tcp(folder, args.rounds, args.streams)
+        rows += await measure_hand_off(folder, args.streams)
+    show(rows)
+    judged = [cells for cells in rows if cells[5].startswith("≥")]
+    met = sum(float(cells[4]) >= float(cells[5][1:]) for cells in judged)
+    print(f"{met} of {len(judged)} targets met on {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
