@@ -127,12 +127,14 @@ class Answer:
                     yield part
                 if over:
                     break
-        last = self._shown(self.parser.finish(stopped=self.finish == "stop"))
+        ends = self.parser.finish(stopped=self.finish == "stop")
+        last = self._shown(ends)
         rest = self._stop.finish()
         if rest:
             last.append(ContentDelta(rest))
+        cut = any(isinstance(event, ContentDelta) for event in ends)  # an incomplete character
         if last:
-            yield Part(tuple(last))
+            yield Part(tuple(last), tuple(self._undecided) if cut else ())
         if self.parser.complete_calls and not (
             self.finish == "length" and self.parser.has_open_call
         ):

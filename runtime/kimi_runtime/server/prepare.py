@@ -25,6 +25,8 @@ THINKING_TEMPERATURE = 1.0
 INSTANT_TEMPERATURE = 0.6
 DEFAULT_TOP_P = 0.95
 """Kimi's own defaults (facts: models.md §2.3)."""
+MAX_ID_DIGITS = 10
+"""More are no id of any vocabulary, and Python refuses to read thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,8 @@ def _max_tokens(request: SharedFields, prompt_tokens: int, limits: Limits) -> in
 def _bias(bias: dict[str, float] | None, vocabulary_size: int) -> dict[int, float]:
     result = {}
     for text, value in (bias or {}).items():
-        if not text.isdecimal() or int(text) >= vocabulary_size:
+        known = text.isascii() and text.isdecimal() and len(text) <= MAX_ID_DIGITS
+        if not known or int(text) >= vocabulary_size:
             raise RequestError(
                 f"logit_bias names the token {text[:20]!r}; ids are 0 to {vocabulary_size - 1}",
                 param="logit_bias",

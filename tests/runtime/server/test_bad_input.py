@@ -55,6 +55,8 @@ FIELDS = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [3]}, "messages[0]"),

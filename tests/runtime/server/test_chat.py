@@ -311,6 +311,19 @@ async def test_completions_take_text_or_ids(tmp_path):
     assert text.choices[0].finish_reason == "stop"
 
 
+async def test_logprobs_name_every_id_of_a_text_that_ends_inside_a_character(tmp_path):
+    ids = (*ids_of("so "), *VOCABULARY.encode_text("\U0001f642")[:-1])
+    async with client_of(tmp_path, lambda request: Reply(ids)) as (client, _):
+        asked = {"model": MODEL, "prompt": "x", "logprobs": 0, "max_tokens": len(ids)}
+        whole = await client.completions.create(**asked)
+        stream = await client.completions.create(**asked, stream=True)
+        pieces = [c.choices[0] async for c in stream if c.choices]
+    assert whole.choices[0].text == "so \ufffd"
+    assert len(whole.choices[0].logprobs.tokens) == len(ids)
+    assert "".join(piece.text for piece in pieces) == "so \ufffd"
+    assert sum(len(piece.logprobs.tokens) for piece in pieces if piece.logprobs) == len(ids)
+
+
 async def test_models_are_listed_with_context_and_capabilities(tmp_path):
     async with client_of(tmp_path, says("x")) as (client, _):
         models = await client.models.list()
