@@ -91,6 +91,33 @@ def test_a_missing_key_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--api-key-file: there is no file" in err
 
 
+@pytest.mark.parametrize(("text", "says"), [("", "has no key"), ("short", "line 1: a key of")])
+def test_a_key_file_without_usable_keys_is_refused_before_anything_starts(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "keys").write_text(text)
+    code, _, err = run(capsys, "up", "--port", 18999, "--api-key-file", tmp_path / "keys")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert says in err
+
+
+def test_more_replicas_than_ports_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    spec = {"preset": "kimi-nano/cpu", "prefill": {"replicas": 100_000}, "decode": {}}
+    code, _, err = run(capsys, "up", "-f", file_of(tmp_path, spec), "--port", 18999)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "lower the replicas" in err
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KIMISTACK_HOME", str(tmp_path / "file"))
+    code, _, err = run(capsys, "up", "--port", 18999)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert f"the state folder {tmp_path / 'file' / 'kimi-nano'} cannot be made" in err
+
+
 def test_a_model_too_large_for_the_machine_is_told_in_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

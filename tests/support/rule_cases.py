@@ -221,6 +221,18 @@ CASES = (
     ),
     RuleCase("roles must name", _part("kvPool", roles=[]), _part("kvPool", roles=["prefill"])),
     RuleCase(
+        "page must be a power of two",
+        _part("kvPool", page="5000"),
+        _part("kvPool", page="8KiB"),
+        cel=False,
+    ),
+    RuleCase(
+        "dram must hold at least one page",
+        _part("kvPool", dram="128"),
+        _part("kvPool", dram="128MiB"),
+        cel=False,
+    ),
+    RuleCase(
         "gateway routes to a Service of type ClusterIP",
         _part("router", gateway={"name": "g"}, service={"type": "NodePort"}),
         _part("router", gateway={"name": "g"}, service={"type": "ClusterIP"}),

@@ -9,6 +9,9 @@ from kimi_operator.api.base import ApiModel, Folder, Rule, presettable
 from kimi_operator.api.roles import RoleName
 from kimi_runtime.units import Bytes, Rate
 
+MIN_PAGE_BYTES = 512
+_SIZES_ARE_TEXT = "sizes are text with units, which CEL cannot read"
+
 
 class SsdTier(ApiModel):
     """The pool's log on local SSD."""
@@ -62,5 +65,21 @@ class KvPool(ApiModel):
             lambda m: bool(m.roles),
             "!has(self.roles) || size(self.roles) > 0",
             field="roles",
+        ),
+        Rule(
+            f"page must be a power of two of at least {MIN_PAGE_BYTES}",
+            lambda m: m.page >= MIN_PAGE_BYTES and not m.page & (m.page - 1),
+            None,
+            field="page",
+            why_not_cel=_SIZES_ARE_TEXT,
+            figures=lambda m: f"it is {m.page}",
+        ),
+        Rule(
+            "dram must hold at least one page; write a size with its unit, e.g. 512GiB",
+            lambda m: m.dram is None or m.dram >= m.page,
+            None,
+            field="dram",
+            why_not_cel=_SIZES_ARE_TEXT,
+            figures=lambda m: f"it is {m.dram} bytes, a page {m.page}",
         ),
     )

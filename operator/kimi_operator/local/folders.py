@@ -50,8 +50,14 @@ class Folders:
 
         The kernel releases it with the last process that has the descriptor, however that ends.
         """
-        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.state.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.state.mkdir(mode=0o700, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(
+                f"the state folder {self.state} cannot be made ({exc.strerror}); "
+                "set KIMISTACK_HOME to a folder of yours"
+            ) from exc
         if self.state.stat().st_uid != os.getuid():
             raise ConfigError(f"{self.state} belongs to another user; set KIMISTACK_HOME")
         self.state.chmod(0o700)

@@ -59,14 +59,20 @@ def require_free(host: str, port: int, how_to_change: str) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports nobody listens on, distinct from each other."""
+    """Ports nobody listens on, distinct from each other. ConfigError if there are not so many."""
+    ports: list[int] = []
     with ExitStack() as held:
-        ports = []
-        for _ in range(count):
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            probe.bind((host, 0))
-            ports.append(int(probe.getsockname()[1]))
-        return ports
+        try:
+            for _ in range(count):
+                probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                probe.bind((host, 0))
+                ports.append(int(probe.getsockname()[1]))
+        except OSError as exc:
+            raise ConfigError(
+                f"{count} processes need a port each, but only {len(ports)} could be had "
+                f"({exc.strerror}); lower the replicas"
+            ) from exc
+    return ports
 
 
 def started_ticks(pid: int) -> int | None:

@@ -30,6 +30,7 @@ from kimi_operator.local.stack import Command, Stack
 from kimi_operator.local.supervisor import Supervisor
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError, KimistackError
+from kimi_runtime.spec.api_keys import read_tenants
 
 SUPERVISE = ("-m", "kimi_operator.cli", "supervise")
 DEFAULT_EXAMPLE = "kimi-nano.yaml"
@@ -165,6 +166,8 @@ def _places(effective: Effective, folders: Folders, front: Front, port: int) -> 
     spec = effective.deployment.spec
     if front.api_keys is not None and not front.api_keys.is_file():
         raise ConfigError(f"--api-key-file: there is no file {front.api_keys}")
+    if front.api_keys is not None:
+        read_tenants(front.api_keys)  # the router would refuse it only after the workers started
     names = [name for name in process_names(spec) if name != ROUTER]
     ports = dict(zip(names, free_ports(LOCAL_HOST, len(names)), strict=True))
     return Places(

@@ -1,6 +1,5 @@
 """The router's HTTP app: OpenAI's API, health, readiness, metrics, API keys."""
 
-import hashlib
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -18,18 +17,12 @@ from kimi_runtime.server.asgi import Traced
 from kimi_runtime.server.faults import openai_error
 from kimi_runtime.server.metrics import CONTENT_TYPE, RouterMetrics
 from kimi_runtime.server.openai import OpenAiApi
+from kimi_runtime.spec.api_keys import key_digest, read_tenants
 from kimi_runtime.spec.router import RouterSpec
-
-MIN_API_KEY_CHARS = 16
 
 
 class ApiKeys:
-    """Who may call: API keys, each with its tenant.
-
-    A line of the file is a key, optionally followed by its tenant's name. Keys without a name are
-    tenants of their own: tenants never share cached prefixes, so giving two keys one name is a
-    decision of the operator.
-    """
+    """Who may call: API keys, each with its tenant."""
 
     def __init__(self, tenants: dict[bytes, str] | None) -> None:
         """Digests of keys to tenants; None: everyone may call, as the tenant `default`."""
@@ -44,35 +37,15 @@ class ApiKeys:
         scheme, _, key = given.partition(b" ")
         if scheme.lower() != b"bearer" or not key:
             raise Unauthorized("send an API key as 'Authorization: Bearer KEY'")
-        tenant = self._tenants.get(_digest(key.strip()))
+        tenant = self._tenants.get(key_digest(key.strip()))
         if tenant is None:
             raise Unauthorized("the API key is not known here")
         scope["kimistack.tenant"] = tenant
 
 
 def read_api_keys(path: Path | None) -> ApiKeys:
-    """The keys of a file, blank lines and `#` comments left out. ConfigError if there are none."""
-    if path is None:
-        return ApiKeys(None)
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"the API keys {path} cannot be read: {exc}") from exc
-    tenants: dict[bytes, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split("#", 1)[0].split()
-        if not words:
-            continue
-        if len(words) > 2 or len(words[0]) < MIN_API_KEY_CHARS:
-            raise ConfigError(
-                f"{path}, line {number}: a key of at least {MIN_API_KEY_CHARS} characters is "
-                "wanted, then optionally its tenant's name"
-            )
-        digest = _digest(words[0].encode())
-        tenants[digest] = words[1] if len(words) == 2 else f"key-{digest.hex()[:12]}"
-    if not tenants:
-        raise ConfigError(f"the API keys {path} has no key; write one a line")
-    return ApiKeys(tenants)
+    """The keys of a file; without one everyone may call. ConfigError if it is no file of keys."""
+    return ApiKeys(None if path is None else read_tenants(path))
 
 
 def open_codec(spec: RouterSpec, vocabulary: Vocabulary) -> K2Codec:
@@ -133,7 +106,3 @@ def raise_http_errors(app: FastAPI) -> None:
         raise error
 
     app.add_exception_handler(HTTPException, again)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
