@@ -192,6 +192,11 @@ class ArenaClient:
             self._touch(keys[:done])
         return done
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These were found in the engine's own memory: they are worth keeping in the pool too."""
+        with self._lock:
+            self._tell(Op.USED, keys)
+
     def close(self) -> None:
         """End the connection; pins and reservations end with it."""
         with self._lock:
@@ -202,10 +207,11 @@ class ArenaClient:
         self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
     ) -> "tuple[int, Outcome]":
         try:
-            payload = self._call(Op.PIN, payloads.pack_keys(list(keys)), Op.PINNED, ends_s)
+            asked = payloads.pack_pin(list(keys), ends_s - _now_s())
+            payload = self._call(Op.PIN, asked, Op.PINNED, ends_s)
             pin, gap, blocks = payloads.unpack_pinned(payload)
             if not blocks:
-                return 0, Outcome.MISS
+                return 0, wire.outcome_of(gap) if gap is not Gap.NONE else Outcome.MISS
             stop = self._stop(ends_s, renew=pin)
             copied = copy_out(self._live_arena(), keys, blocks, into, self._leaves, stop)
             unpin = payloads.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None)
@@ -223,7 +229,7 @@ class ArenaClient:
             return copied.good, Outcome.CORRUPT
         if copied.good < len(blocks):
             return copied.good, Outcome.LATE
-        return copied.good, Outcome.HIT if gap is Gap.NONE else Outcome.MISS
+        return copied.good, wire.outcome_of(gap)
 
     def _store_part(
         self, keys: Sequence[bytes], blocks: Sequence[memoryview], ends_s: float
@@ -258,10 +264,13 @@ class ArenaClient:
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Keep the head of a chain warmer than what hangs on it."""
+        self._tell(Op.TOUCH, keys)
+
+    def _tell(self, op: Op, keys: Sequence[bytes]) -> None:
         try:
             for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
                 part = list(keys[start : start + wire.MAX_KEYS])
-                self._number(Op.TOUCH, payloads.pack_keys(part), _now_s() + ANSWER_S)
+                self._number(op, payloads.pack_keys(part), _now_s() + ANSWER_S)
         except (_Lost, TimeoutError):
             return
 

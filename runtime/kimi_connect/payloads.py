@@ -23,6 +23,8 @@ from kimi_connect.wire import (
 
 _Kind = TypeVar("_Kind", bound=IntEnum)
 
+MAX_WITHIN_MS = 2**32 - 1
+
 _UNPIN = struct.Struct("<QIB")
 _EXTENT = struct.Struct("<QI")
 _ITEM = struct.Struct(f"<{KEY_BYTES}sI")
@@ -32,16 +34,28 @@ _TAG = struct.Struct(f"<I{TAG_BYTES}s")
 
 
 def pack_keys(keys: "tuple[bytes, ...] | list[bytes]") -> bytes:
-    """PIN's, HELD's and TOUCH's payload."""
+    """HELD's, TOUCH's and USED's payload."""
     return U32.pack(len(keys)) + b"".join(keys)
 
 
 def unpack_keys(payload: bytes) -> "list[bytes]":
-    """PIN's, HELD's and TOUCH's payload."""
+    """HELD's, TOUCH's and USED's payload."""
     cursor = Cursor(payload)
     keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
     cursor.end()
     return keys
+
+
+def pack_pin(keys: "tuple[bytes, ...] | list[bytes]", within_s: float) -> bytes:
+    """PIN's payload: the keys, and how long its sender waits for the answer."""
+    return U32.pack(max(0, min(MAX_WITHIN_MS, int(1e3 * within_s)))) + pack_keys(keys)
+
+
+def unpack_pin(payload: bytes) -> "tuple[list[bytes], float]":
+    """PIN's payload: the keys, and how long its sender waits, in seconds."""
+    cursor = Cursor(payload)
+    (within_ms,) = cursor.unpack(U32)
+    return unpack_keys(payload[U32.size :]), within_ms / 1e3
 
 
 def pack_reserve(items: "list[tuple[bytes, int]]") -> bytes:

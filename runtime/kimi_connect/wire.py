@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD = 8 << 20
 KEY_BYTES = 16
 TAG_BYTES = 16
@@ -50,6 +50,7 @@ class Op(IntEnum):
     COUNT = 21
     ERROR = 22
     TOUCH = 23
+    USED = 24
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)
@@ -82,11 +83,24 @@ class Commitment(IntEnum):
 
 
 class Gap(IntEnum):
-    """Why a PINNED run is shorter than what was asked."""
+    """Why a PINNED run is shorter than what was asked.
+
+    CORRUPT and LATE: the next block was on the node's SSD, and did not come from there intact, or
+    not in time.
+    """
 
     NONE = 0
     MISS = 1
     EVICTED = 2
+    CORRUPT = 3
+    LATE = 4
+
+
+def outcome_of(gap: Gap) -> Outcome:
+    """What a gap means to who asked."""
+    if gap is Gap.NONE:
+        return Outcome.HIT
+    return {Gap.CORRUPT: Outcome.CORRUPT, Gap.LATE: Outcome.LATE}.get(gap, Outcome.MISS)
 
 
 class Extent(NamedTuple):

@@ -19,9 +19,13 @@ class MemoryPool:
         self.outcome = Outcome.HIT
         self.loads_before = 0
         self.loaded_blocks = 0
+        self.used_blocks = 0
 
     async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        self.used_blocks += len(keys)
 
     async def load(
         self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float

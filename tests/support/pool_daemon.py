@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
 from kimi_runtime.spec.umbp import UmbpSpec
 
 CALL_KEY = b"0123456789abcdef0123456789abcdef"
@@ -55,6 +58,17 @@ def blocks_of(keys: list[bytes], size: int = BLOCK) -> list[memoryview]:
 def targets(count: int, size: int = BLOCK) -> list[memoryview]:
     """Zeroed memory to load into."""
     return [memoryview(bytearray(size)) for _ in range(count)]
+
+
+async def metrics(http: aiohttp.ClientSession) -> dict[tuple[str, ...], float]:
+    """What a daemon's exporter says, by name and label values."""
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def start_python(code: str, *args: str) -> subprocess.Popen:

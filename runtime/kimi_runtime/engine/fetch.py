@@ -54,6 +54,9 @@ class Pool(Protocol):
     async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Length of the leading run of `keys` the pool has; 0 if it does not answer."""
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Tell the pool of blocks found here, which it would otherwise think nobody needs."""
+
 
 class Fetcher:
     """Fills requests' blocks from elsewhere."""
@@ -96,6 +99,8 @@ class Fetcher:
         size = request.chain.block_tokens
         request.blocks = self._blocks.acquire(request.reusable_keys)
         request.computed = len(request.blocks) * size
+        if self._pool is not None and request.blocks:
+            self._pool.used(request.reusable_keys[: len(request.blocks)])
         try:
             if take is not None:
                 await self._from_hand_off(request, take)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from annotated_types import Ge, Gt, Le
 from pydantic import Field, model_validator
 
+from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.units import Bytes, format_bytes
 
@@ -13,6 +14,9 @@ MAX_SEGMENTS = 4096
 """One file descriptor each."""
 
 DIRECT_ALIGN = 4096
+
+SEGMENT_BYTES = 256 << 20
+MIN_CAPACITY_BYTES = 16 << 20
 
 
 class SsdSpec(SpecModel):
@@ -26,7 +30,7 @@ class SsdSpec(SpecModel):
     folder: Path
     capacity: Annotated[Bytes, Gt(0)] = Field(description="Most disk the log may take, 2TiB.")
     segment: Annotated[Bytes, Gt(0)] = Field(
-        256 << 20, description="Size of one file; a block must fit."
+        SEGMENT_BYTES, description="Size of one file; a block must fit."
     )
     fill: Annotated[float, Gt(0), Le(1)] = 0.85
     align: Annotated[int, Ge(128), Le(65536)] = Field(
@@ -44,6 +48,20 @@ class SsdSpec(SpecModel):
     max_pending: Annotated[Bytes, Gt(0)] = Field(
         256 << 20, description="Bytes of writes under way beyond which new ones are dropped."
     )
+
+    @classmethod
+    def sized(cls, folder: Path, capacity: int) -> Self:
+        """A log in `folder` whose segments suit its capacity, in bytes; ConfigError if too small.
+
+        Of 256 MiB, but at most a sixteenth of a small log and at least a 4096th of a large one.
+        """
+        if capacity < MIN_CAPACITY_BYTES:
+            raise ConfigError(
+                f"an SSD tier of {format_bytes(capacity)} is too small; give it at least "
+                f"{format_bytes(MIN_CAPACITY_BYTES)}"
+            )
+        wanted = max(min(SEGMENT_BYTES, capacity // 16), -(-capacity // MAX_SEGMENTS))
+        return cls(folder=folder, capacity=capacity, segment=-(-wanted // (1 << 20)) << 20)
 
     @property
     def segments(self) -> int:

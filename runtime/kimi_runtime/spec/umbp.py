@@ -1,5 +1,8 @@
 """The KV-cache pool daemon's file, and the feed's wire format.
 
+A daemon has one feed, of tier `dram`: it names what the daemon serves, from memory or, where there
+is one, from its SSD. A block that moves between the two changes nothing for those who follow.
+
 The feed is a stream of JSON lines (`GET /feed?epoch=E&after=S`), the same from a pool daemon and
 from a worker. It starts with a `FeedHello`. If the follower's `(epoch, after)` is still in the
 owner's log, `FeedBatch` lines follow from `after + 1`; otherwise the snapshot comes first, in
@@ -14,7 +17,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.spec.request import BlockKeyHex
-from kimi_runtime.units import Bytes, Seconds
+from kimi_runtime.spec.ssd import SsdSpec
+from kimi_runtime.units import Bytes, Rate, Seconds
 
 TierName = Literal["hbm", "dram", "ssd"]
 
@@ -31,6 +35,14 @@ class UmbpSpec(SpecModel):
     )
     dram_bytes: Annotated[Bytes, Gt(0)]
     page_bytes: Annotated[Bytes, Gt(0)] = 4096
+    ssd: SsdSpec | None = Field(None, description="The log on SSD behind the memory; none: none.")
+    ssd_after_uses: PositiveInt = Field(
+        2,
+        description="A block goes to SSD once it was used this often; its put is the first use.",
+    )
+    ssd_write_rate: Annotated[Rate, Gt(0)] | None = Field(
+        None, description="The most that is written to SSD; none: as much as it takes."
+    )
     call_key: Path
     reservation_ttl: Annotated[Seconds, Gt(0)] = 30.0
     pin_lease: Annotated[Seconds, Gt(0)] = 10.0

@@ -153,6 +153,10 @@ class PoolClient:
         self.stored_blocks += done
         return done
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These were found in the engine's own memory: they are worth keeping in the pool too."""
+        self._tell(Op.USED, keys)
+
     async def aclose(self) -> None:
         """End the connection; pins and reservations end with it."""
         self._closed = True
@@ -193,16 +197,16 @@ class PoolClient:
     ) -> LoadResult:
         try:
             link = await self._connected(ends_s)
-            answer = await link.call(
-                Op.PIN, payloads.pack_keys(list(keys)), within_s=ends_s - clock.now_s()
-            )
+            within_s = ends_s - clock.now_s()
+            asked = payloads.pack_pin(list(keys), within_s)
+            answer = await link.call(Op.PIN, asked, within_s=within_s)
             pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
             return self._lost(Outcome.UNAVAILABLE, len(keys))
         except TimeoutError:
             return self._lost(Outcome.LATE, len(keys))
         if not blocks:
-            return LoadResult(0, Outcome.MISS)
+            return LoadResult(0, wire.outcome_of(gap) if gap is not Gap.NONE else Outcome.MISS)
         copied, late = await self._copy_out(link, pin, keys, blocks, into, ends_s)
         try:
             answer = await link.call(
@@ -219,7 +223,7 @@ class PoolClient:
             return LoadResult(copied.good, Outcome.CORRUPT)
         if late:
             return LoadResult(copied.good, Outcome.LATE)
-        return LoadResult(copied.good, Outcome.HIT if gap is Gap.NONE else Outcome.MISS)
+        return LoadResult(copied.good, wire.outcome_of(gap))
 
     async def _copy_out(
         self,
@@ -281,10 +285,13 @@ class PoolClient:
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Keep the head of a chain warmer than what hangs on it."""
+        self._tell(Op.TOUCH, keys)
+
+    def _tell(self, op: Op, keys: Sequence[bytes]) -> None:
         if self._link is not None and keys:
             for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
                 part = list(keys[start : start + wire.MAX_KEYS])
-                self._link.tell(Op.TOUCH, payloads.pack_keys(part))
+                self._link.tell(op, payloads.pack_keys(part))
 
     async def _copy_in(
         self,

@@ -1,8 +1,9 @@
 """The daemon's side of its Unix socket: engines of this node, each on one connection.
 
-A connection is an `asyncio.Protocol`, not a task: the pool answers at once, so a request is handled
-where it arrives. Losing a connection ends its pins and puts its reservations in quarantine; they
-are freed when the client comes back and says what it still writes, or when its process has ended.
+A connection is an `asyncio.Protocol`, not a task: memory answers at once, so a request is handled
+where it arrives. Only a PIN of what the SSD has to bring is answered later, by a task. Losing a
+connection ends its pins and puts its reservations in quarantine; they are freed when the client
+comes back and says what it still writes, or when its process has ended.
 """
 
 import asyncio
@@ -16,26 +17,15 @@ from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena
 from kimi_connect.wire import Frame, Gap, Op, WireError
 from kimi_runtime import clock
+from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
+from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, LostBlocks, pinned_payload
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.second_tier import SecondTier
 
 HANDSHAKE_S = 5.0
-PAGES_AN_ANSWER = 65_536
-"""Pages one answer may list at most, which bounds its size also when they are all scattered."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class LostBlocks:
-    """Blocks that clients asked for and did not get, by the reason the run ended."""
-
-    hit: int = 0
-    miss: int = 0
-    evicted: int = 0
-    unavailable: int = 0
-    late: int = 0
-    corrupt: int = 0
 
 
 @dataclass(slots=True)
@@ -47,6 +37,8 @@ class Clients:
     arena_path: str
     call_keys: Sequence[bytes]
     changed: Callable[[], None]
+    feed: FeedLog
+    second: SecondTier | None = None
     lost: LostBlocks = field(default_factory=LostBlocks)
     refused: int = 0
     """Connections that failed the challenge or broke the protocol."""
@@ -239,18 +231,16 @@ class Connection(asyncio.Protocol):
             case Op.COMMIT:
                 self._send(Op.COMMITTED, request, self._commit(payload))
             case Op.PIN:
-                self._send(Op.PINNED, request, self._pin(payload))
-            case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.TOUCH | Op.REPORT:
+                self._pin(request, payload)
+            case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.TOUCH | Op.USED | Op.REPORT:
                 self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
                 raise WireError(f"a client may not send {op.name}")
 
     def _count(self, op: Op, payload: bytes) -> int:
         now_s = clock.now_s()
-        if op is Op.HELD:
-            return self._pool.held(payloads.unpack_keys(payload))
-        if op is Op.TOUCH:
-            return self._pool.touch(payloads.unpack_keys(payload))
+        if op in (Op.HELD, Op.TOUCH, Op.USED):
+            return self._run(op, payloads.unpack_keys(payload))
         if op is Op.RENEW:
             pin = payloads.unpack_number(payload)
             return int(self._pool.renew(pin, reader=self.number, now_s=now_s))
@@ -282,24 +272,44 @@ class Connection(asyncio.Protocol):
         states = self._pool.commit(blocks, writer=self.instance, now_s=clock.now_s())
         return payloads.pack_committed(states)
 
-    def _pin(self, payload: bytes) -> bytes:
-        keys = payloads.unpack_keys(payload)
+    def _run(self, op: Op, keys: list[bytes]) -> int:
+        second = self._clients.second
+        if op is Op.HELD:
+            return self._pool.held(keys) if second is None else second.held(keys)
+        if op is Op.USED and second is not None:
+            second.used(keys)
+        return self._pool.touch(keys)
+
+    def _pin(self, request: int, payload: bytes) -> None:
+        keys, within_s = payloads.unpack_pin(payload)
+        second = self._clients.second
+        if second is not None and second.can_help(keys):
+            answer = self._pin_later(second, request, keys, within_s)
+            second.spawn(answer, "umbp-pin")
+            return
+        pinned = pinned_payload(self._pool, self._clients.lost, keys, reader=self.number)
+        self._send(Op.PINNED, request, pinned)
+        if second is not None:
+            second.used(keys[: self._pool.held(keys)])
+
+    async def _pin_later(
+        self, second: SecondTier, request: int, keys: list[bytes], within_s: float
+    ) -> None:
+        gap = await second.bring(keys, within_s=within_s)
+        if self.instance is None:
+            return  # it hung up meanwhile; nothing would end its pin
         run = self._pool.held(keys)
-        fits = self._pool.within(keys[:run], PAGES_AN_ANSWER)
-        # cut short only for the answer's size: no gap, the client asks again for the rest
-        asked = keys if fits == run else keys[:fits]
-        pinned = self._pool.pin(asked, reader=self.number, now_s=clock.now_s())
-        if pinned.gap is not Gap.NONE:
-            missing = len(keys) - len(pinned.blocks)
-            if pinned.gap is Gap.EVICTED:
-                self._clients.lost.evicted += missing
-            else:
-                self._clients.lost.miss += missing
-        blocks = [
-            wire.PinnedBlock(block.generation, block.size, block.tags, block.extents)
-            for block in pinned.blocks
-        ]
-        return payloads.pack_pinned(pinned.number, pinned.gap, blocks)
+        pinned = pinned_payload(
+            self._pool,
+            self._clients.lost,
+            keys,
+            reader=self.number,
+            failure=gap,
+            more=gap is Gap.NONE and second.promoter.lacks(keys),
+        )
+        self._send(Op.PINNED, request, pinned)
+        second.used(keys[:run])
+        self._clients.changed()
 
     def _unpin(self, payload: bytes) -> bool:
         pin, good, corrupt = payloads.unpack_unpin(payload)

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,12 @@ from kimi_runtime.errors import CapacityError, ConfigError, KvCorrupt
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.feed import FeedLog
-from kimi_runtime.umbp.http import PoolHttp
+from kimi_runtime.umbp.holdings import TierHoldings
+from kimi_runtime.umbp.http import Phase, PoolHttp
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.tiers.dram import DramTier
+from kimi_runtime.umbp.tiers.ssd import SsdTier, open_ssd_tier
 from kimi_runtime.units import format_bytes
 
 MIN_PAGE_BYTES = 512
@@ -87,28 +90,54 @@ async def running(spec: UmbpSpec) -> AsyncIterator[Daemon]:
 
 @asynccontextmanager
 async def _engines(spec: UmbpSpec, http: PoolHttp, arena: Arena) -> AsyncIterator[Clients]:
-    """The pool, its Unix socket and its clock."""
+    """The pool, what is behind it, its Unix socket and its clock."""
     await _self_test(arena)
     feed = FeedLog(spec.name, epoch=arena.epoch, tier="dram")
-    pool = Pool(arena.pages, arena.page_bytes, feed, spec.reservation_ttl, spec.pin_lease)
     publish = _Publisher(feed, http)
-    clients = Clients(pool, arena, str(spec.arena), http.call_keys, publish)
-    server = await asyncio.get_running_loop().create_unix_server(
-        clients.connect, sock=_bind(spec.socket)
-    )
+    async with AsyncExitStack() as owned:
+        # bound before anything is running, so that a path in use ends the start as itself
+        listener = owned.enter_context(_bound(spec.socket))
+        in_memory, on_ssd = TierHoldings.pair(feed) if spec.ssd else (feed, None)
+        pool = Pool(arena.pages, arena.page_bytes, in_memory, spec.reservation_ttl, spec.pin_lease)
+        clients = Clients(pool, arena, str(spec.arena), http.call_keys, publish, feed)
+        if spec.ssd is not None and on_ssd is not None:
+            http.phase = Phase.LOG
+            tier = await owned.enter_async_context(open_ssd_tier(spec.ssd, feed=on_ssd))
+            _say_recovered(tier)
+            clients.second = SecondTier(spec, pool, arena, tier, on_ssd)
+            await owned.enter_async_context(clients.second.running())
+        http.phase = Phase.READY
+        async with _answering(clients, http, listener, publish):
+            yield clients
+
+
+@asynccontextmanager
+async def _answering(
+    clients: Clients, http: PoolHttp, listener: socket.socket, publish: "_Publisher"
+) -> AsyncIterator[None]:
+    server = await asyncio.get_running_loop().create_unix_server(clients.connect, sock=listener)
     http.clients = clients
     try:
         async with asyncio.TaskGroup() as tasks:
             expiry = tasks.create_task(_expire(clients, publish), name="umbp-expiry")
             try:
-                yield clients
+                yield
             finally:
                 expiry.cancel()
     finally:
         http.clients = None
         server.close()
         clients.close()
-        spec.socket.unlink(missing_ok=True)
+
+
+def _say_recovered(tier: SsdTier) -> None:
+    stats = tier.stats()
+    log.info(
+        "umbp: %d blocks of %s are on SSD, in %d segments",
+        stats.blocks,
+        format_bytes(stats.live_bytes),
+        stats.segments,
+    )
 
 
 class _Publisher:
@@ -208,6 +237,17 @@ async def _listen(runner: web.AppRunner, spec: UmbpSpec) -> int:
             "stop who uses it or choose another port"
         ) from exc
     return int(runner.addresses[0][1])
+
+
+@contextmanager
+def _bound(path: Path) -> Iterator[socket.socket]:
+    """A listening Unix socket, removed on the way out."""
+    listener = _bind(path)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
 
 
 def _bind(path: Path) -> socket.socket:

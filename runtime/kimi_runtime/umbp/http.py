@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from aiohttp import web
 
@@ -11,6 +12,7 @@ from kimi_runtime import auth, clock
 from kimi_runtime.errors import KimistackError, Unauthorized, Unavailable
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.metrics import PoolMetrics
+from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
 
 WRITE_S = 10.0
@@ -22,14 +24,32 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Phase(StrEnum):
+    """How far a start has come."""
+
+    ARENA = "arena"
+    """The arena's pages are being bound."""
+    LOG = "log"
+    """The arena is bound; the SSD log is being recovered."""
+    READY = "ready"
+
+
+_NOT_READY = {
+    Phase.ARENA: "the arena is being prepared; try again in a moment",
+    Phase.LOG: "the arena is bound and the SSD log is being recovered; try again in a moment",
+    Phase.READY: "the daemon is stopping",
+}
+
+
 @dataclass(slots=True)
 class PoolHttp:
-    """The routes. `clients` is None until the arena is ready."""
+    """The routes. `clients` is None until the daemon is ready, and again when it stops."""
 
     name: str
     call_keys: Sequence[bytes]
     feed_interval_s: float
     pulse: Pulse = field(default_factory=Pulse)
+    phase: Phase = Phase.ARENA
     clients: Clients | None = None
     followers: int = 0
 
@@ -52,10 +72,13 @@ class PoolHttp:
         return web.json_response({"status": "ok", "name": self.name})
 
     async def readyz(self, request: web.Request) -> web.StreamResponse:
-        """The arena is mapped, a block went in and out of it, and it is still ours."""
+        """The arena is mapped, a block went in and out of it, it is still ours; the log is read.
+
+        An SSD that fails later is told here, and does not make the daemon unready: it costs misses.
+        """
         clients = self.clients
         if clients is None:
-            raise Unavailable("the arena is being prepared; try again in a moment")
+            raise Unavailable(_NOT_READY[self.phase])
         if not clients.arena.live:
             raise Unavailable("another daemon replaced the arena file; restart this one")
         pool = clients.pool
@@ -64,10 +87,12 @@ class PoolHttp:
                 "status": "ready",
                 "name": self.name,
                 "epoch": clients.arena.epoch,
+                "phases": {"arena": "bound", "log": "recovered" if clients.second else "none"},
                 "blocks": pool.live_blocks,
                 "free_bytes": pool.free_pages * pool.page_bytes,
                 "evictable_bytes": pool.evictable_pages * pool.page_bytes,
                 "total_bytes": pool.total_pages * pool.page_bytes,
+                **({"ssd": _ssd(clients.second)} if clients.second is not None else {}),
             }
         )
 
@@ -81,7 +106,7 @@ class PoolHttp:
     async def feed(self, request: web.Request) -> web.StreamResponse:
         """The feed, until the follower leaves."""
         if self.clients is None:
-            raise Unavailable("the arena is being prepared; try again in a moment")
+            raise Unavailable(_NOT_READY[self.phase])
         if self.followers >= MAX_FOLLOWERS:
             raise Unavailable(f"{MAX_FOLLOWERS} followers are the limit; try again later")
         epoch, after = follow_from(request.query)
@@ -91,7 +116,7 @@ class PoolHttp:
         try:
             await response.prepare(request)
             lines = feed_lines(
-                self.clients.pool.feed,
+                self.clients.feed,
                 self.pulse,
                 epoch=epoch,
                 after=after,
@@ -123,6 +148,18 @@ class PoolHttp:
             return _failure(exc)
         except KimistackError as exc:
             return _failure(exc)
+
+
+def _ssd(second: SecondTier) -> dict[str, object]:
+    stats = second.tier.stats()
+    return {
+        "access": stats.access,
+        "reason": stats.reason,
+        "blocks": stats.blocks,
+        "recovered_blocks": stats.recovered,
+        "live_bytes": stats.live_bytes,
+        "capacity_bytes": stats.capacity_bytes,
+    }
 
 
 def _failure(error: KimistackError) -> web.StreamResponse:

@@ -13,6 +13,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.promotion import Landing
+from kimi_runtime.umbp.second_tier import SecondTier
+from kimi_runtime.umbp.ssdlog.health import Access, Refusal
+from kimi_runtime.umbp.write_through import EVICTED, QUEUE_FULL
 
 _PREFIX = "kimistack_umbp_"
 
@@ -32,6 +36,9 @@ class PoolMetrics(Collector):
         if clients is not None:
             yield from _gauges(clients)
             yield from _counters(clients)
+            if clients.second is not None:
+                yield from _ssd_gauges(clients.second)
+                yield from _ssd_counters(clients.second)
 
     def exposition(self) -> bytes:
         """The text a scraper reads."""
@@ -54,7 +61,7 @@ def _gauges(clients: Clients) -> Iterator[Metric]:
     }
     yield _gauge("reservations", "Reservations by state.", reservations, "state")
     yield _gauge("clients", "Connected engines.", len(clients))
-    yield _gauge("feed_seq", "Sequence number of the newest change.", pool.feed.seq)
+    yield _gauge("feed_seq", "Sequence number of the newest change.", clients.feed.seq)
 
 
 def _counters(clients: Clients) -> Iterator[Metric]:
@@ -84,6 +91,49 @@ def _counters(clients: Clients) -> Iterator[Metric]:
     }
     yield _counter("lost_blocks", "Blocks asked for and not served.", reasons, "reason")
     yield _counter("refused_clients", "Connections refused.", clients.refused)
+
+
+def _ssd_gauges(second: SecondTier) -> Iterator[Metric]:
+    stats = second.tier.stats()
+    access = {state.value: float(state is stats.access) for state in Access}
+    yield _gauge("ssd_access", "1 for what the SSD log still does.", access, "state")
+    yield _gauge("ssd_blocks", "Blocks on SSD.", stats.blocks)
+    sizes = {
+        "live": stats.live_bytes,
+        "disk": stats.disk_bytes,
+        "capacity": stats.capacity_bytes,
+    }
+    yield _gauge("ssd_bytes", "Bytes of live records, of files, and at most.", sizes, "kind")
+    yield _gauge("ssd_promoting_blocks", "Blocks being read.", second.promoter.under_way)
+    yield _gauge("ssd_write_queue_blocks", "Blocks to be written.", second.writer.queued)
+
+
+def _ssd_counters(second: SecondTier) -> Iterator[Metric]:
+    stats, writer = second.tier.stats(), second.writer
+    yield _counter("ssd_recovered_blocks", "Blocks found at the start.", stats.recovered)
+    yield _counter("ssd_put_blocks", "Blocks written.", stats.put)
+    yield _counter("ssd_put_bytes", "Bytes of blocks written.", stats.put_bytes)
+    yield _counter("ssd_get_blocks", "Blocks read and verified.", stats.hits)
+    yield _counter("ssd_get_bytes", "Bytes of blocks read and verified.", stats.hit_bytes)
+    yield _counter("ssd_written_bytes", "Bytes the disk was given.", stats.written_bytes)
+    yield _counter("ssd_moved_bytes", "Bytes compaction copied.", stats.moved_bytes)
+    refused: dict[str, float] = {why.value: stats.refused.get(why, 0) for why in Refusal}
+    yield _counter("ssd_refused_blocks", "Blocks the log refused.", refused, "reason")
+    lost = {
+        "evicted": stats.evicted,
+        "corrupt": stats.corrupt,
+        "unreadable": stats.unreadable,
+    }
+    yield _counter("ssd_lost_blocks", "Blocks no longer on SSD.", lost, "reason")
+    failed = {"read": stats.read_failures, "write": stats.write_failures}
+    yield _counter("ssd_failures", "Calls the disk failed.", failed, "call")
+    landings = {how.value: second.promoter.landings[how] for how in Landing}
+    yield _counter("ssd_promoted_blocks", "Blocks asked of the SSD, by outcome.", landings, "how")
+    yield _counter("ssd_busy_requests", "Requests not helped: too many waited.", second.busy)
+    yield _counter("ssd_offered_blocks", "Blocks worth writing.", writer.offered)
+    yield _counter("ssd_kept_blocks", "Blocks worth writing that are on SSD.", writer.kept)
+    dropped = {why: writer.dropped[why] for why in (QUEUE_FULL, EVICTED, *Refusal)}
+    yield _counter("ssd_dropped_blocks", "Blocks worth writing, dropped.", dropped, "reason")
 
 
 _Samples = float | Mapping[str, float]

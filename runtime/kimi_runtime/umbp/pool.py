@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag
-from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.holdings import Holdings
 from kimi_runtime.umbp.pages import Pages
 from kimi_runtime.umbp.records import Block, Pinned, PoolCounters, Reservation
 
@@ -27,7 +27,7 @@ class Pool:
 
     total_pages: int
     page_bytes: int
-    feed: FeedLog
+    feed: Holdings
     reservation_ttl_s: float
     pin_lease_s: float
     ghost_keys: int = 65_536
@@ -79,6 +79,16 @@ class Pool:
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` held. Renews nothing: probes must not feed LRU."""
         return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
+
+    def block(self, key: bytes) -> Block | None:
+        """The visible block of a key."""
+        return self._blocks.get(key)
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Count a use of each of `keys` that is held."""
+        for key in keys:
+            if key in self._blocks:
+                self._blocks[key].uses += 1
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """Make the leading run of `keys` the warmest, its head most of all; the run's length.

@@ -17,6 +17,8 @@ class Block:
     tags: tuple[GroupTag, ...]
     pins: int = 0
     gone: bool = False
+    uses: int = 1
+    """How often an engine had a use for it; computing and putting it was the first."""
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,11 @@ group_tags = st.lists(
 pinned = st.builds(wire.PinnedBlock, u64, u32, group_tags, extents)
 MESSAGES = {
     "keys": (payloads.pack_keys, payloads.unpack_keys, keys),
+    "pin": (
+        lambda message: payloads.pack_pin(*message),
+        payloads.unpack_pin,
+        st.tuples(keys, st.integers(0, 10**6).map(float)),
+    ),
     "reserve": (
         payloads.pack_reserve,
         payloads.unpack_reserve,

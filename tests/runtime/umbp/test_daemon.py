@@ -8,7 +8,6 @@ import stat
 
 import aiohttp
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kimi_connect.arena import ArenaGone, attach_arena, create_arena
 from kimi_runtime import auth, clock
@@ -18,7 +17,7 @@ from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running, serve
 from kimi_runtime.umbp.feed import FollowState, decode_line
 from kimi_runtime.umbp.index import Index
-from pool_daemon import CALL_KEY, blocks_of, keys_of, pool_spec, targets
+from pool_daemon import CALL_KEY, blocks_of, keys_of, metrics, pool_spec, targets
 
 
 @pytest.fixture
@@ -57,16 +56,6 @@ async def following(http, path="/feed"):
                 return decode_line(await response.content.readline())
 
         yield line
-
-
-async def metrics(http):
-    async with http.get("/metrics") as response:
-        text = await response.text()
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 async def test_health_and_readiness_need_no_signature(http):

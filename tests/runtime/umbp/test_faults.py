@@ -82,7 +82,7 @@ async def commit(link, generation, key):
 
 
 async def pin(link, keys):
-    answer = await link.call(Op.PIN, payloads.pack_keys(keys), within_s=5.0)
+    answer = await link.call(Op.PIN, payloads.pack_pin(keys, 5.0), within_s=5.0)
     return payloads.unpack_pinned(answer.payload)
 
 
@@ -201,7 +201,7 @@ async def test_an_answer_nobody_waits_for_is_given_back(daemon, op):
     link = await connect(daemon)
     free = pool.free_pages
     new = keys_of(1, 50)[0]
-    payload = payloads.pack_keys(keys) if op is Op.PIN else payloads.pack_reserve([(new, 9)])
+    payload = payloads.pack_pin(keys, 5.0) if op is Op.PIN else payloads.pack_reserve([(new, 9)])
     call = asyncio.gather(link.call(op, payload, within_s=5.0))
     await asyncio.sleep(0)
     call.cancel()

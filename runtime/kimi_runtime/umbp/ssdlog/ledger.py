@@ -64,6 +64,12 @@ class Ledger:
         """Bytes of each block of the leading live run."""
         return [self._live[key].body_bytes for key in keys[: self.held(keys)]]
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make those of `keys` that are live the warmest, the first most of all."""
+        for key in reversed(keys):
+            if key in self._live:
+                self._live.move_to_end(key)
+
     def run(self, keys: Sequence[bytes]) -> list[Entry]:
         """Entries of the leading live run, kept readable until `release`; the head gets warmest."""
         entries = [self._live[key] for key in keys[: self.held(keys)]]

@@ -104,6 +104,11 @@ class SsdLog:
         with self._volume.lock:
             return [] if self.access is Access.NONE else self._volume.ledger.keys()
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make those of `keys` that are held the warmest, the first most of all."""
+        with self._volume.lock:
+            self._volume.ledger.touch(keys)
+
     def sizes(self, keys: Sequence[bytes]) -> list[int]:
         """Bytes of each block of the leading run."""
         with self._volume.lock:

@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 COST = TierCost(latency_s=1e-4, bytes_per_s=5e9)
 """One core's copy and check; a machine's own figure comes from benchmarks/umbp.py."""
 
-_OWN_READER = 0
-_OWN_WRITER = b"this daemon's own"
+OWN_READER = 0
+OWN_WRITER = b"this daemon's own"
 
 
 class DramTier:
@@ -46,7 +46,7 @@ class DramTier:
 
     async def load(self, keys: Sequence[BlockKey], into: memoryview) -> int:
         """Copy the leading run that fits into `into`, verified; its length."""
-        pinned = self.pool.pin(keys, reader=_OWN_READER, now_s=clock.now_s())
+        pinned = self.pool.pin(keys, reader=OWN_READER, now_s=clock.now_s())
         targets = _cut(flat(into), [block.size for block in pinned.blocks])
         blocks = [_to_read(block) for block in pinned.blocks]
         corrupt: list[int] = []
@@ -58,7 +58,7 @@ class DramTier:
             good = copied.good
             corrupt += [copied.corrupt] if copied.corrupt is not None else []
         finally:
-            held = self.pool.unpin(pinned.number, corrupt, reader=_OWN_READER, now_s=clock.now_s())
+            held = self.pool.unpin(pinned.number, corrupt, reader=OWN_READER, now_s=clock.now_s())
         return good if held else 0
 
     async def store(self, keys: Sequence[BlockKey], data: memoryview) -> int:
@@ -70,7 +70,7 @@ class DramTier:
         if rest or not size:
             raise ValueError(f"{data.nbytes} bytes are not {len(keys)} blocks of one size")
         grants = self.pool.reserve(
-            [(key, size) for key in keys], writer=_OWN_WRITER, now_s=clock.now_s(), evict=False
+            [(key, size) for key in keys], writer=OWN_WRITER, now_s=clock.now_s(), evict=False
         )
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         blocks = [data[n * size : (n + 1) * size] for n in mine]
@@ -81,9 +81,9 @@ class DramTier:
                 lambda stop: copy_in(self.arena, wanted, granted, blocks, (), leaves, stop)
             )
         except BaseException:
-            self.pool.abort((g.generation for g in granted), writer=_OWN_WRITER)
+            self.pool.abort((g.generation for g in granted), writer=OWN_WRITER)
             raise
-        states = self.pool.commit(written, writer=_OWN_WRITER, now_s=clock.now_s())
+        states = self.pool.commit(written, writer=OWN_WRITER, now_s=clock.now_s())
         kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
         kept |= {n for n, s in zip(mine, states, strict=True) if s is not Commitment.EXPIRED}
         return next((n for n in range(len(keys)) if n not in kept), len(keys))

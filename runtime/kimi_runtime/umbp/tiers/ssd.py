@@ -10,7 +10,7 @@ from typing import TypeVar
 from kimi_connect.blocks import flat
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.transfer.background import Stop, in_thread
-from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.holdings import Holdings
 from kimi_runtime.umbp.ssdlog.append import NewBlock, Written
 from kimi_runtime.umbp.ssdlog.disk import Disk
 from kimi_runtime.umbp.ssdlog.health import Access, Refusal
@@ -34,7 +34,7 @@ class SsdTier:
     optional feed is told what comes and goes, on the loop.
     """
 
-    def __init__(self, log: SsdLog, *, feed: FeedLog | None = None, cost: TierCost = COST) -> None:
+    def __init__(self, log: SsdLog, *, feed: Holdings | None = None, cost: TierCost = COST) -> None:
         self.log = log
         self._cost, self._feed = cost, feed
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ssd-writer")
@@ -57,6 +57,10 @@ class SsdTier:
     def held(self, keys: Sequence[BlockKey]) -> int:
         """Length of the leading run of `keys` held here; 0 when the disk is gone."""
         return self.log.held(keys)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Make those of `keys` that are held the warmest, the first most of all."""
+        self.log.touch(keys)
 
     def sizes(self, keys: Sequence[BlockKey]) -> list[int]:
         """Bytes of each block of the leading run."""
@@ -170,7 +174,7 @@ class SsdTier:
 async def open_ssd_tier(
     spec: SsdSpec,
     *,
-    feed: FeedLog | None = None,
+    feed: Holdings | None = None,
     cost: TierCost = COST,
     disk: Disk | None = None,
 ) -> AsyncIterator[SsdTier]:
