@@ -71,7 +71,7 @@ async def settled_through(world: World) -> None:
 )
 async def test_an_error_at_any_write_changes_nothing_of_the_end(error: ClusterError):
     wanted = (await undisturbed()).shape()
-    for number in range(1, 36, 4):
+    for number in range(1, 36, 8):
         world = World()
         world.create(nano())
         world.kube.before = Faults({number: error, number + 3: error})
@@ -81,7 +81,7 @@ async def test_an_error_at_any_write_changes_nothing_of_the_end(error: ClusterEr
 
 async def test_a_write_that_was_done_and_whose_answer_was_lost_is_not_done_twice_differently():
     wanted = (await undisturbed()).shape()
-    for number in range(1, 32, 4):
+    for number in range(1, 32, 6):
         world = World()
         world.create(nano())
         seen = 0

@@ -73,8 +73,8 @@ async def test_a_child_that_somebody_deleted_comes_back(kind: str):
     assert victims
     for victim in victims:
         world.kube.remove(ObjectKey.of(victim))
-        world.controllers.settle()
-        await world.settle()
+    world.controllers.settle()
+    await world.settle()
     assert world.shape() == before
     assert world.conditions["Ready"][0] == "True"
 
