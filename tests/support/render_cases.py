@@ -73,6 +73,9 @@ CASES = (
             "preset": K26,
             "model": HOST_MODEL,
             "decode": {"replicas": 2, "placement": {"spread": "host"}},
+            "kvPool": {
+                "ssd": {"path": "/mnt/nvme/kimi", "capacity": "4TiB", "writeRate": "500MB/s"}
+            },
             "rdma": MULTUS,
             "router": {"apiKeysSecretRef": {"name": "kimi-api-keys", "key": "keys"}},
             "security": {"profile": "RDMA"},

@@ -9,6 +9,7 @@ from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.fit import known_model
+from kimi_operator.desired.umbp import ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import (
     LeastLoad,
@@ -115,9 +116,6 @@ def _check_can_run_here(spec: DeploymentSpec, places: Places) -> None:
         "transfer.backend": spec.prefill is not None
         and spec.transfer.backend != "shm"
         and f"processes of one machine hand KV over by shm, not {spec.transfer.backend}",
-        "kvPool.ssd": spec.kv_pool.enabled
-        and spec.kv_pool.ssd is not None
-        and "the pool daemon started here keeps blocks in memory alone",
         "kvPool.dram": spec.kv_pool.enabled
         and spec.kv_pool.dram is None
         and "is needed, e.g. 128MiB",
@@ -173,6 +171,7 @@ def _gib(size: int) -> str:
 
 
 def _pool(spec: DeploymentSpec, places: Places) -> ProcessPlan:
+    ssd = spec.kv_pool.ssd
     pool = UmbpSpec(
         name=POOL,
         host=LOCAL_HOST,
@@ -181,6 +180,8 @@ def _pool(spec: DeploymentSpec, places: Places) -> ProcessPlan:
         arena=places.run_dir / f"{POOL}.arena",
         dram_bytes=spec.kv_pool.dram or 0,
         page_bytes=spec.kv_pool.page,
+        ssd=None if ssd is None else ssd_log(spec, ssd.path),
+        ssd_write_rate=None if ssd is None else ssd.write_rate,
         call_key=places.call_key,
         log_level=spec.observability.log_level,
     )

@@ -141,8 +141,6 @@ class _Rendering:
             self._leave(f"kvPool of {owner.name}", f"{spec.engine} has no connector for it")
         if spec.security.tls_secret_name is not None:
             self._leave("security.tlsSecretName", "calls between pods are signed, not encrypted")
-        if has_pool and spec.kv_pool.ssd is not None:
-            self._leave("kvPool.ssd", "the pool of this version keeps blocks in memory alone")
         manifests = [
             *security.service_accounts(owner, spec, pool=has_pool),
             security.call_key_secret(owner),

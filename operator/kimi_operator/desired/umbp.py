@@ -1,6 +1,7 @@
 """The KV pool's daemon on every node where an engine that uses it may run."""
 
 import json
+from pathlib import Path
 
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.roles import Role
@@ -14,12 +15,16 @@ from kimi_operator.desired.placement import place_pool
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.observed import Manifest
 from kimi_runtime.errors import ConfigError
+from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 
 POOL_PORT = 8100
 POOL_FILE = "umbp.json"
 OVERHEAD_BYTES = 2**30
 """Of the daemon itself: its index takes some hundred bytes a block."""
+SSD_DIR = "/var/lib/kimistack/ssd"
+SSD_BYTES_PER_INDEX_BYTE = 2048
+"""Its index of the SSD takes some 500 bytes a block, and blocks of large models take over 1 MiB."""
 CPU = "250m"
 """Enough to answer; copying is done by engines. It may use what is free."""
 HUGE_BYTES = {"2Mi": 2**21, "1Gi": 2**30}
@@ -46,7 +51,19 @@ def frozen_pool(effective: Effective, inputs: str) -> Frozen:
     return Frozen(inputs=inputs, pod=template, configs={name: files}, ports={"http": POOL_PORT})
 
 
+def ssd_log(spec: DeploymentSpec, folder: str) -> SsdSpec | None:
+    """The SSD tier in `folder`, as its daemon sees it. Raises ConfigError if it is too small."""
+    ssd = spec.kv_pool.ssd
+    if ssd is None:
+        return None
+    try:
+        return SsdSpec.sized(Path(folder), ssd.capacity)
+    except ConfigError as exc:
+        raise ConfigError(f"spec.kvPool.ssd.capacity: {exc}") from exc
+
+
 def _spec_file(spec: DeploymentSpec) -> str:
+    ssd = spec.kv_pool.ssd
     data = {
         "name": "umbp",
         "host": "0.0.0.0",
@@ -55,6 +72,8 @@ def _spec_file(spec: DeploymentSpec) -> str:
         "arena": f"{RUN_DIR}/{POOL_ARENA}",
         "dram_bytes": spec.kv_pool.dram,
         "page_bytes": spec.kv_pool.page,
+        "ssd": ssd_log(spec, SSD_DIR),
+        "ssd_write_rate": None if ssd is None else ssd.write_rate,
         "call_key": CALL_KEY_FILE,
         "log_level": spec.observability.log_level,
     }
@@ -79,6 +98,8 @@ def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
     if security.pod_uid(spec):
         image = pods.runtime_image(spec)
         pod["initContainers"] = [own_folder(image, spec.image_pull_policy)]
+        if spec.kv_pool.ssd is not None:
+            pod["initContainers"].append(_own_ssd(pod["initContainers"][0]))
     folder = {"path": pods.host_folder(owner, spec), "type": "DirectoryOrCreate"}
     volumes: list[Manifest] = [
         {"name": "run", "hostPath": folder},
@@ -86,6 +107,9 @@ def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
         pods.config_volume("config", config),
         pods.scratch("tmp"),
     ]
+    if spec.kv_pool.ssd is not None:
+        log = {"path": spec.kv_pool.ssd.path, "type": "DirectoryOrCreate"}
+        volumes.append({"name": "ssd", "hostPath": log})
     if shares_gpu:
         # without consuming amd.com/gpu, which engines would then lack
         volumes += [
@@ -95,6 +119,17 @@ def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
     return pod | {"containers": [_container(spec, shares_gpu=shares_gpu)], "volumes": volumes}
 
 
+def _own_ssd(own_folder: Manifest) -> Manifest:
+    """The same for the folder of the log."""
+    script = f"chmod 0700 {SSD_DIR} && chown {security.UID}:{security.UID} {SSD_DIR}"
+    return {
+        **own_folder,
+        "name": "own-ssd",
+        "command": ["/bin/sh", "-c", script],
+        "volumeMounts": [{"name": "ssd", "mountPath": SSD_DIR}],
+    }
+
+
 def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
     mounts: list[Manifest] = [
         {"name": "run", "mountPath": RUN_DIR},
@@ -102,6 +137,8 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
         {"name": "config", "mountPath": pods.CONFIG_DIR, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},
     ]
+    if spec.kv_pool.ssd is not None:
+        mounts.append({"name": "ssd", "mountPath": SSD_DIR})
     if shares_gpu:
         mounts += [
             {"name": "kfd", "mountPath": "/dev/kfd"},
@@ -128,12 +165,15 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
 def _memory(spec: DeploymentSpec) -> Manifest:
     """The arena is charged to the pod whose process first touches it: the daemon's."""
     dram = spec.kv_pool.dram or 0
+    own = OVERHEAD_BYTES
+    if spec.kv_pool.ssd is not None:
+        own += spec.kv_pool.ssd.capacity // SSD_BYTES_PER_INDEX_BYTE
     huge = spec.kv_pool.hugepages
     if huge == "None":
-        amounts = {"memory": str(dram + OVERHEAD_BYTES)}
+        amounts = {"memory": str(dram + own)}
     else:
         pages = -(-dram // HUGE_BYTES[huge]) * HUGE_BYTES[huge]
-        amounts = {"memory": str(OVERHEAD_BYTES), f"hugepages-{huge}": str(pages)}
+        amounts = {"memory": str(own), f"hugepages-{huge}": str(pages)}
     return {"requests": {"cpu": CPU, **amounts}, "limits": amounts}
 
 

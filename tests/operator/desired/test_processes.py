@@ -83,6 +83,16 @@ def test_without_pool_there_is_no_daemon_and_no_socket():
     assert router(plan).pools == ()
 
 
+def test_an_ssd_tier_is_a_log_in_the_folder_that_is_given():
+    ssd = {"path": "/nvme/kimi", "capacity": "1GiB", "writeRate": "200MB/s"}
+    plan = planned({**NANO, "kvPool": {"ssd": ssd}})
+    (pool,) = (p.spec for p in plan.processes if isinstance(p.spec, UmbpSpec))
+    assert pool.ssd is not None
+    assert (pool.ssd.folder, pool.ssd.capacity) == (Path("/nvme/kimi"), 2**30)
+    assert (pool.ssd.segments, pool.ssd_write_rate) == (16, 200e6)
+    assert UmbpSpec.model_validate_json(pool.model_dump_json()) == pool
+
+
 def test_only_the_pools_roles_use_it():
     plan = planned({**NANO, "kvPool": {"roles": ["decode"]}})
     uses = {worker.name: worker.umbp_socket is not None for worker in workers(plan)}
@@ -138,7 +148,7 @@ def test_files_survive_their_own_json():
         ({"engine": "vllm", "image": "i"}, "spec.engine: vllm is not started here"),
         ({"model": {"source": "hf", "id": "a/b"}, "image": "i"}, "spec.model.source: hf needs a"),
         ({"transfer": {"backend": "tcp"}, "rdma": {"allowTCP": True}}, "by shm, not tcp"),
-        ({"kvPool": {"ssd": {"path": "/s", "capacity": "1GiB"}}}, "spec.kvPool.ssd: the pool"),
+        ({"kvPool": {"ssd": {"path": "/s", "capacity": "1MiB"}}}, "spec.kvPool.ssd.capacity: an"),
         ({"router": {"apiKeysSecretRef": {"name": "a", "key": "b"}}}, "with --api-key-file"),
         ({"decode": {"replicas": 0}}, "spec.decode.replicas: at least 1"),
         (
