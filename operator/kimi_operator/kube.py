@@ -111,10 +111,11 @@ class ApiKube:
     async def credentials(self) -> Credentials:
         """As they are now: a token is refreshed where that is due."""
         configuration = self._client.configuration
+        # in a pod the library writes the scheme in lower case
         header = await configuration.get_api_key_with_prefix("BearerToken")
         return Credentials(
             server=configuration.host,
-            token=header.removeprefix("Bearer ") if header else None,
+            token=header.rpartition(" ")[2] if header else None,
             ca_path=configuration.ssl_ca_cert,
             insecure=not configuration.verify_ssl,
             certificate_path=configuration.cert_file,
