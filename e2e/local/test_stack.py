@@ -6,9 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ apiVersion: kimistack.dev/v1alpha1
 kind: KimiDeployment
 metadata: {name: alone}
 spec: {preset: kimi-nano/cpu, decode: {}, kvPool: {enabled: false}}
+"""
+
+
+ON_SSD = """
+apiVersion: kimistack.dev/v1alpha1
+kind: KimiDeployment
+metadata: {{name: on-ssd}}
+spec:
+  preset: kimi-nano/cpu
+  kvPool: {{dram: 64MiB, ssd: {{path: {folder}, capacity: 256MiB}}}}
 """
 
 
@@ -88,6 +99,13 @@ class Stack:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def until(self, state: Callable[[], bool], within_s: float = START_S) -> None:
+        """Ask until it is so."""
+        end_s = time.monotonic() + within_s
+        while not state():
+            assert time.monotonic() < end_s
+            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +187,35 @@ def test_a_killed_worker_is_restarted_and_served_again(stack: Stack):
     _read_until(log, r'"kind":"ready","process":"decode-0"', count=2)
     assert stack.processes()["decode-0"]["restarts"] == 1
     assert stack.chat([{"role": "user", "content": "Still there?"}])["choices"]
+
+
+def test_what_two_turns_used_is_found_on_ssd_by_a_new_pool_and_a_new_worker(tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    own = Stack(tmp_path / "home", port)
+    (tmp_path / "on-ssd.yaml").write_text(ON_SSD.format(folder=tmp_path / "ssd"))
+    log = own.home / "on-ssd" / "logs" / "supervisor.log"
+    up = own.command("up", "--detach", "-f", str(tmp_path / "on-ssd.yaml"), "--port", str(port))
+    try:
+        assert up.returncode == 0, up.stderr
+        messages = [{"role": "user", "content": "Tell me about solid state disks. " * 40}]
+        first = own.chat(messages)["choices"][0]["message"]
+        messages += [first, {"role": "user", "content": "And about memory?"}]
+        before = own.chat(messages)
+        own.until(lambda: own.metric("umbp-0", "kimistack_umbp_ssd_blocks") > 0)
+        own.until(lambda: own.metric("umbp-0", "kimistack_umbp_ssd_write_queue_blocks") == 0)
+        for name in ("umbp-0", "prefill-0"):
+            os.kill(own.processes()[name]["pid"], signal.SIGKILL)
+            _read_until(log, f'"kind":"ready","process":"{name}"', count=2)
+        assert own.metric("umbp-0", "kimistack_umbp_ssd_recovered_blocks_total") > 0
+        after = own.chat(messages)
+        assert after["choices"][0]["message"] == before["choices"][0]["message"]
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        landed = 'kimistack_umbp_ssd_promoted_blocks_total{how="landed"}'
+        assert own.metric("umbp-0", landed) > 0
+        from_pool = 'kimistack_worker_prompt_tokens_total{source="pool"}'
+        assert own.metric("prefill-0", from_pool) > 0
+    finally:
+        own.command("down")
 
 
 def _read_until(log: Path, pattern: str, count: int) -> None:

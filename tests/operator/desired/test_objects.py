@@ -292,6 +292,24 @@ def test_the_pools_memory_is_charged_to_its_own_pod():
     assert huge == {"memory": str(2**30), "hugepages-2Mi": str(512 * 2**30)}
 
 
+def test_the_log_on_ssd_is_the_pools_alone_and_survives_its_pods():
+    ssd = {"path": "/mnt/nvme/kimi", "capacity": "1TiB"}
+    spec = {**NANO, "kvPool": {"ssd": ssd}}
+    found, without = pods(result_of(spec)), pods(result_of(NANO))
+    for who, pod in found.items():
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert ("ssd" in volumes) is (who == "umbp")
+    pool, plain = found["umbp"], without["umbp"]
+    volume = next(volume for volume in pool["volumes"] if volume["name"] == "ssd")
+    assert volume["hostPath"] == {"path": "/mnt/nvme/kimi", "type": "DirectoryOrCreate"}
+    assert [init["name"] for init in pool["initContainers"]] == ["own-folder", "own-ssd"]
+    mounts = {m["name"]: m["mountPath"] for m in pool["containers"][0]["volumeMounts"]}
+    assert pool["initContainers"][1]["volumeMounts"][0]["mountPath"] == mounts["ssd"]
+    memory = [int(p["containers"][0]["resources"]["limits"]["memory"]) for p in (pool, plain)]
+    assert memory[0] - memory[1] == 2**40 // 2048
+    assert "ssd" not in left_out(result_of(spec))
+
+
 def test_engines_and_pool_mount_the_same_folder_at_the_same_path():
     found = pods(result_of(NANO))
     places = {
