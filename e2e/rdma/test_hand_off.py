@@ -1,13 +1,16 @@
 """KV handed over by RDMA between two processes, and what goes wrong on the way. Needs a device."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,30 +34,6 @@ SOON_S = 30.0
 BLOCK = 256 << 10
 BLOCKS = 64
 
-OWNER = """
-import asyncio, os, sys
-from kimi_runtime.transfer.memory import private_memory
-from kimi_runtime.transfer.network import NetworkSettings
-from kimi_runtime.transfer.verbs import VerbsTransport
-
-async def main():
-    block, blocks = int(sys.argv[1]), int(sys.argv[2])
-    transport = VerbsTransport("prefill", NetworkSettings((b"k" * 32,)))
-    memory = private_memory(block * blocks)
-    for n in range(blocks):
-        memory.view[n * block : (n + 1) * block] = bytes([n + 1]) * block
-    ref = transport.register(memory, writable=True)
-    print(ref.model_dump_json(), flush=True)
-    loop = asyncio.get_running_loop()
-    while command := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
-        if command == "release":
-            transport.release(ref)
-        print(memory.view[0], flush=True)
-    await transport.aclose()
-
-asyncio.run(main())
-"""
-
 
 def settings(**rdma):
     return NetworkSettings((KEY,), rdma=RdmaSettings(**rdma))
@@ -63,31 +42,46 @@ def settings(**rdma):
 class Prefill:
     """The owner's process."""
 
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(BLOCK), str(BLOCKS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.ref = RegionRef.model_validate_json(self.process.stdout.readline())
+    def __init__(self, path):
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._lines = self._socket.makefile("rwb", 0)
+        pid, _, ref = self._lines.readline().decode().partition(" ")
+        self.pid, self.ref = int(pid), RegionRef.model_validate_json(ref)
 
     def do(self, command):
         """Have it done; the first byte of its memory."""
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        self._lines.write(f"{command}\n".encode())
+        return int(self._lines.readline())
 
-    def kill(self):
-        self.process.kill()
-        self.process.communicate()
+    def signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def close(self):
+        self.signal(signal.SIGKILL)
+        self._lines.read()
+        self._lines.close()
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory):
+    """The socket at which owners are born."""
+    path = str(tmp_path_factory.mktemp("prefill") / "socket")
+    command = [sys.executable, str(Path(__file__).parent / "prefill.py"), path]
+    process = subprocess.Popen([*command, str(BLOCK), str(BLOCKS)], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    yield path
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture
-def prefill():
-    owner = Prefill()
+def prefill(nursery):
+    owner = Prefill(nursery)
     yield owner
-    owner.kill()
+    owner.close()
 
 
 @pytest.fixture
@@ -145,7 +139,7 @@ async def test_a_peer_killed_in_the_middle_of_a_read_is_gone(prefill, decode):
     )
     await wait_for_bytes(memory, 0)
     start = time.monotonic()
-    prefill.process.send_signal(signal.SIGKILL)
+    prefill.signal(signal.SIGKILL)
     outcome = (await reading)[0]
     assert isinstance(outcome, PeerGone) or outcome is None  # None: it had just ended
     assert time.monotonic() - start < 10
@@ -246,13 +240,13 @@ async def test_a_cancelled_read_leaves_both_sides_usable(prefill, decode):
 async def test_a_stopped_peer_does_not_matter_to_a_one_sided_read(prefill, decode):
     transport, memory = decode
     session = await transport.open(prefill.ref, deadline_s=SOON_S)
-    prefill.process.send_signal(signal.SIGSTOP)
+    prefill.signal(signal.SIGSTOP)
     try:
         await session.read(missing_spans(), memory.view, deadline_s=SOON_S)
         with pytest.raises(PeerGone, match="did not answer"):
             await transport.open(prefill.ref, deadline_s=0.5)
     finally:
-        prefill.process.send_signal(signal.SIGCONT)
+        prefill.signal(signal.SIGCONT)
     assert_handed_over(memory)
 
 
@@ -291,7 +285,7 @@ async def test_a_dma_buf_the_driver_can_t_take_is_refused_with_its_reason(decode
     transport, _ = decode
     descriptor = os.open("/dev/null", os.O_RDWR)
     try:
-        with pytest.raises(TransferError, match=r"registering 64\.0 KiB with rxe0 failed"):
+        with pytest.raises(TransferError, match=r"registering 64KiB with rxe0 failed"):
             transport.register(DeviceMemory(descriptor, 4096, 65536))
     finally:
         os.close(descriptor)
@@ -310,8 +304,10 @@ async def test_device_objects_and_threads_end_with_the_transport(prefill):
         (device,) = json.loads(shown.stdout)
         return {kind: device[kind] for kind in ("qp", "cq", "mr", "pd")}
 
+    def threads():
+        return [thread.name for thread in threading.enumerate() if "verbs" in thread.name]
+
     before = objects()
-    threads = threading.active_count()
     transport = verbs.VerbsTransport("decode", settings())
     memory = private_memory(BLOCK * BLOCKS)
     transport.register(memory)
@@ -325,5 +321,5 @@ async def test_device_objects_and_threads_end_with_the_transport(prefill):
     await reading
     prefill.do("look")
     async with asyncio.timeout(SOON_S):
-        while objects() != before or threading.active_count() > threads:
+        while objects() != before or threads():
             await asyncio.sleep(0.01)
