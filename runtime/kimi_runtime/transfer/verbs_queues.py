@@ -243,8 +243,8 @@ class Queues:
                 with mapped("polling completions"):
                     count, completions = self._completions.poll(min(64, self._entries))
             except TransferError:  # the device is gone, and nothing will complete any more
-                for queue in self.all:
-                    queue.destroy()
+                for dead in self.all:
+                    dead.destroy()
                 return False
             if not count:
                 return False

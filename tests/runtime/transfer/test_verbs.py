@@ -4,7 +4,8 @@ import ipaddress
 
 import pytest
 
-from kimi_runtime.errors import ConfigError, ProtocolError
+from kimi_runtime.errors import ConfigError, ProtocolError, TransferError
+from kimi_runtime.transfer import gpu_memory
 from kimi_runtime.transfer.base import Span
 from kimi_runtime.transfer.plan import cut, total_bytes
 from kimi_runtime.transfer.verbs_gids import Gid, GidKind, choose_gid
@@ -123,3 +124,34 @@ def test_what_no_reader_would_ask_is_refused(payload):
 def test_a_frame_beyond_the_limit_is_not_read():
     with pytest.raises(ProtocolError, match="control frame"):
         unpack_length(LENGTH.pack(MAX_FRAME_BYTES + 1))
+
+
+def library_of(**calls):
+    """A driver whose exported functions behave as told, set up like ctypes' own."""
+    return type("Library", (), {name: staticmethod(call) for name, call in calls.items()})()
+
+
+def test_a_buffer_of_a_pool_is_named_by_its_offset_in_the_allocation():
+    def export(_address, _nbytes, descriptor, offset):
+        descriptor._obj.value, offset._obj.value = 7, 0x1200
+        return 0
+
+    library = library_of(hsa_amd_portable_export_dmabuf=export)
+    assert gpu_memory._export_hsa(library, 0x7F0000001200, 64) == (7, 0x1200)
+
+    def find(base, size, address):
+        base._obj.value, size._obj.value = 0x7F0000000000, 4097
+        return 0 if address.value >= 0x7F0000000000 else 1
+
+    def handle(descriptor, _base, pages, kind, _flags):
+        descriptor._obj.value = 8
+        return 0 if (pages.value, kind.value) == (8192, 1) else 1
+
+    library = library_of(cuMemGetAddressRange_v2=find, cuMemGetHandleForAddressRange=handle)
+    assert gpu_memory._export_cuda(library, 0x7F0000000100, 64) == (8, 0x100)
+
+
+def test_memory_that_the_driver_does_not_export_is_refused_with_its_status():
+    library = library_of(hsa_amd_portable_export_dmabuf=lambda *_: 4097)
+    with pytest.raises(TransferError, match=r"at 0x1000 .* returned 4097"):
+        gpu_memory._export_hsa(library, 0x1000, 64)

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlunsplit
 
 from kimi_runtime import clock
-from kimi_runtime.auth import read_call_key
+from kimi_runtime.auth import read_call_keys
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
 from kimi_runtime.engine.assembly import Backing, assemble
 from kimi_runtime.engine.runner import TorchRunner, kv_block_bytes
@@ -20,6 +20,7 @@ from kimi_runtime.spec.model import ModelSpec
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo, WorkerSpec
 from kimi_runtime.transfer import open_transport
 from kimi_runtime.transfer.memory import Memory, private_memory, shared_memory
+from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.keys import pool_key_of
 from kimi_runtime.units import format_bytes
@@ -32,7 +33,8 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
     Raises ConfigError for a file that names what is not there, CapacityError for too little
     memory. Leaving raises what the engine's own tasks raised.
     """
-    call_key = read_call_key(spec.call_key)
+    call_keys = read_call_keys(spec.call_key)
+    call_key = call_keys[0]
     vocabulary = open_vocabulary(spec.vocabulary)
     model, weights = await asyncio.to_thread(open_weights, spec.weights)
     if vocabulary.size > model.vocab_size:
@@ -46,7 +48,8 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
         if memory.path is not None:
             owned.callback(memory.path.unlink, missing_ok=True)
         runner = await asyncio.to_thread(_runner, spec, model, weights, vocabulary, memory, blocks)
-        transport = await open_transport(spec.transfer, peer=spec.name)
+        network = NetworkSettings(call_keys, host=spec.host)
+        transport = await open_transport(spec.transfer, peer=spec.name, network=network)
         owned.push_async_callback(transport.aclose)
         pool = None
         if spec.umbp_socket is not None:
