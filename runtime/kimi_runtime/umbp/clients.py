@@ -283,33 +283,25 @@ class Connection(asyncio.Protocol):
     def _pin(self, request: int, payload: bytes) -> None:
         keys, within_s = payloads.unpack_pin(payload)
         second = self._clients.second
-        if second is not None and second.can_help(keys):
-            answer = self._pin_later(second, request, keys, within_s)
-            second.spawn(answer, "umbp-pin")
-            return
-        pinned = pinned_payload(self._pool, self._clients.lost, keys, reader=self.number)
-        self._send(Op.PINNED, request, pinned)
-        if second is not None:
-            second.used(keys[: self._pool.held(keys)])
 
-    async def _pin_later(
-        self, second: SecondTier, request: int, keys: list[bytes], within_s: float
-    ) -> None:
-        gap = await second.bring(keys, within_s=within_s)
-        if self.instance is None:
-            return  # it hung up meanwhile; nothing would end its pin
-        run = self._pool.held(keys)
-        pinned = pinned_payload(
-            self._pool,
-            self._clients.lost,
-            keys,
-            reader=self.number,
-            failure=gap,
-            more=gap is Gap.NONE and second.promoter.lacks(keys),
-        )
-        self._send(Op.PINNED, request, pinned)
-        second.used(keys[:run])
-        self._clients.changed()
+        def answer(gap: Gap) -> None:
+            if self.instance is None:
+                return  # it hung up meanwhile: nothing would end its pin
+            run = self._pool.held(keys)
+            pinned = pinned_payload(
+                self._pool,
+                self._clients.lost,
+                keys,
+                reader=self.number,
+                failure=gap,
+                more=gap is Gap.NONE and second is not None and second.promoter.lacks(keys),
+            )
+            self._send(Op.PINNED, request, pinned)
+            if second is not None:
+                second.used(keys[:run])
+
+        if second is None or not second.help(keys, answer, within_s=within_s):
+            answer(Gap.MISS)
 
     def _unpin(self, payload: bytes) -> bool:
         pin, good, corrupt = payloads.unpack_unpin(payload)

@@ -104,7 +104,7 @@ async def _engines(spec: UmbpSpec, http: PoolHttp, arena: Arena) -> AsyncIterato
             http.phase = Phase.LOG
             tier = await owned.enter_async_context(open_ssd_tier(spec.ssd, feed=on_ssd))
             _say_recovered(tier)
-            clients.second = SecondTier(spec, pool, arena, tier, on_ssd)
+            clients.second = SecondTier(spec, pool, arena, tier, on_ssd, publish)
             await owned.enter_async_context(clients.second.running())
         http.phase = Phase.READY
         async with _answering(clients, http, listener, publish):

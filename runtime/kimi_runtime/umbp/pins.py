@@ -56,7 +56,8 @@ def pinned_payload(
     fits = pool.within(keys[:run], PAGES_AN_ANSWER)
     cut = fits < run or (more and run > 0)
     pinned = pool.pin(keys[:fits] if cut else keys, reader=reader, now_s=clock.now_s())
-    gap = failure if pinned.gap is not Gap.NONE and failure is not Gap.NONE else pinned.gap
+    ssd_failed = pinned.gap is not Gap.NONE and failure in (Gap.CORRUPT, Gap.LATE)
+    gap = failure if ssd_failed else pinned.gap
     lost.lose(len(keys) - len(pinned.blocks) if gap is not Gap.NONE else 0, gap)
     blocks = [
         PinnedBlock(block.generation, block.size, block.tags, block.extents)

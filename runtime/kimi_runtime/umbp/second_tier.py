@@ -1,7 +1,7 @@
 """The SSD behind a daemon's memory: what is asked for comes back, what is used again is kept."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,11 +30,17 @@ class SecondTier:
     """Promotion and write-through between the pool's memory and an SSD tier."""
 
     def __init__(
-        self, spec: UmbpSpec, pool: Pool, arena: Arena, tier: SsdTier, on_ssd: TierHoldings
+        self,
+        spec: UmbpSpec,
+        pool: Pool,
+        arena: Arena,
+        tier: SsdTier,
+        on_ssd: TierHoldings,
+        changed: Callable[[], None],
     ) -> None:
-        self.tier = tier
+        self.tier, self._changed = tier, changed
         self.promoter = Promoter(pool, arena, tier, self.spawn)
-        self.writer = WriteThrough(pool, arena, tier, bytes_per_s=spec.ssd_write_rate)
+        self.writer = WriteThrough(pool, arena, tier, changed, bytes_per_s=spec.ssd_write_rate)
         self.busy = 0
         """Requests not helped because `MAX_WAITING` others waited."""
         self._pool, self._on_ssd, self._after_uses = pool, on_ssd, spec.ssd_after_uses
@@ -67,23 +73,33 @@ class SecondTier:
         worthy = worth_writing(keys, self._pool.block, self._on_ssd, after_uses=self._after_uses)
         self.writer.offer(worthy)
 
-    def can_help(self, keys: Sequence[bytes]) -> bool:
-        """Whether waiting for the SSD would make the run in memory longer."""
+    def help(
+        self, keys: Sequence[bytes], answer: Callable[[Gap], None], *, within_s: float
+    ) -> bool:
+        """Bring some of the run of `keys` into memory, then call `answer` with why no more came.
+
+        See `Promoter.bring`. False, and nothing happens, if waiting for the SSD would not make the
+        run in memory longer, or if enough others wait.
+        """
         if not self.promoter.lacks(keys):
             return False
         if self._waiting >= MAX_WAITING:
             self.busy += 1
             return False
+        self._waiting += 1
+        self.spawn(self._help(keys, answer, within_s), "umbp-pin")
         return True
 
-    async def bring(self, keys: Sequence[bytes], *, within_s: float) -> Gap:
-        """Bring some of the run into memory; see `Promoter.bring`."""
-        self._waiting += 1
+    async def _help(
+        self, keys: Sequence[bytes], answer: Callable[[Gap], None], within_s: float
+    ) -> None:
         try:
             wait_s = min(WAIT_SHARE * within_s, MAX_WAIT_S)
-            return await self.promoter.bring(keys, ends_s=clock.now_s() + wait_s)
+            gap = await self.promoter.bring(keys, ends_s=clock.now_s() + wait_s)
         finally:
             self._waiting -= 1
+        answer(gap)
+        self._changed()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

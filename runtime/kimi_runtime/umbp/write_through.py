@@ -8,7 +8,7 @@ whatever the disk can't take now is dropped, and counted by its reason.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kimi_connect.arena import Arena
 from kimi_connect.copying import copy_bytes
@@ -37,7 +37,13 @@ class WriteThrough:
     """Writes blocks of `pool` to `tier`, at most `bytes_per_s` if that is given."""
 
     def __init__(
-        self, pool: Pool, arena: Arena, tier: SsdTier, *, bytes_per_s: float | None = None
+        self,
+        pool: Pool,
+        arena: Arena,
+        tier: SsdTier,
+        changed: Callable[[], None],
+        *,
+        bytes_per_s: float | None = None,
     ) -> None:
         self.dropped: Counter[str] = Counter()
         """Blocks that were worth it and were not written, by reason."""
@@ -45,7 +51,7 @@ class WriteThrough:
         """Blocks that were to be written: kept, dropped or queued."""
         self.kept = 0
         """Blocks that are on SSD now."""
-        self._pool, self._arena, self._tier = pool, arena, tier
+        self._pool, self._arena, self._tier, self._changed = pool, arena, tier, changed
         self._bytes_per_s = bytes_per_s
         self._queue: dict[bytes, None] = {}
         self._writing = 0
@@ -76,6 +82,7 @@ class WriteThrough:
             self._wake.clear()
             while self._queue:
                 start_s, size = clock.now_s(), await self._batch()
+                self._changed()
                 if self._bytes_per_s is not None:
                     due_s = start_s + size / self._bytes_per_s
                     await asyncio.sleep(max(0.0, due_s - clock.now_s()))

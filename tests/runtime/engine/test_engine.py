@@ -97,6 +97,15 @@ async def test_what_another_worker_computed_comes_from_the_pool():
         assert answer.ids == await alone(prompt(1, 22), 6)
 
 
+async def test_the_pool_hears_of_blocks_that_were_found_here():
+    pool = MemoryPool()
+    async with hash_engine(Setup(pool=pool)) as engine:
+        await engine.generate(request(prompt(1, 22), 6))
+        assert pool.used_blocks == 0
+        await engine.generate(request(prompt(1, 22), 6))
+        assert pool.used_blocks == 5
+
+
 @pytest.mark.parametrize("outcome", [Outcome.UNAVAILABLE, Outcome.CORRUPT, Outcome.LATE])
 async def test_a_pool_that_fails_half_way_costs_time_and_is_counted(outcome):
     pool = MemoryPool()

@@ -7,6 +7,7 @@ import pytest
 
 from kimi_connect.client import ArenaClient
 from kimi_connect.wire import Outcome
+from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from pool_daemon import BLOCK, CALL_KEY, blocks_of, keys_of, pool_spec, targets
@@ -34,9 +35,10 @@ class Blocking:
         await asyncio.to_thread(self.client.close)
 
 
-@pytest.fixture
-async def daemon(tmp_path):
-    async with running(pool_spec(tmp_path)) as made:
+@pytest.fixture(params=["memory", "ssd"])
+async def daemon(tmp_path, request):
+    ssd = SsdSpec.sized(tmp_path / "ssd", 64 << 20) if request.param == "ssd" else None
+    async with running(pool_spec(tmp_path, ssd=ssd)) as made:
         yield made
         made.clients.pool.check_integrity()
 

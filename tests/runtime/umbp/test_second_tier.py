@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import random
 import threading
+from collections import Counter
 
 import aiohttp
 import pytest
@@ -399,6 +401,77 @@ async def test_clearing_memory_leaves_what_the_ssd_holds(tmp_path):
         daemon.clients.pool.clear()
         assert await client.held(kept) == 2
         assert [key in daemon.clients.feed for key in (*kept, *gone)] == [True, True, False, False]
+
+
+async def test_requests_beyond_what_may_wait_are_answered_from_memory_at_once(
+    tmp_path, monkeypatch
+):
+    disk = HeldDisk(tmp_path / "ssd")
+    monkeypatch.setattr(second_tier, "MAX_WAITING", 1)
+    async with serving(tmp_path, disk, monkeypatch) as (daemon, client):
+        keys = keys_of(2)
+        await on_ssd_alone(daemon, client, keys)
+        disk.go_on.clear()
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(client.load(keys, targets(2), deadline_s=SOON_S))
+            await asyncio.to_thread(disk.waiting.wait, SOON_S)
+            assert await client.load(keys, targets(2), deadline_s=SOON_S) == (0, Outcome.MISS)
+            disk.go_on.set()
+        assert (first.result(), daemon.clients.second.busy) == ((2, Outcome.HIT), 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_happens_a_block_is_its_key_s_bytes_or_a_miss(tmp_path, seed):
+    """Clients at work on a memory of 25 blocks and an SSD of some 250, while both are disturbed."""
+    rng = random.Random(seed)
+    ssd = {"capacity": "3MiB", "segment": "1MiB"}
+    async with serving(tmp_path, dram_bytes="300KiB", ssd=ssd) as (daemon, _):
+        second, pool = daemon.clients.second, daemon.clients.pool
+        chains = [keys_of(12, 100 * n) for n in range(10)]
+        outcomes = Counter()
+
+        async def work(rng):
+            own = await open_pool(daemon.spec.socket, CALL_KEY)
+            done = 0
+            while done < 300 or not second.promoter.landings[Landing.LANDED]:
+                done += 1
+                keys = rng.choice(chains)[: rng.randrange(1, 13)]
+                if rng.random() < 0.4:
+                    await own.store(keys, blocks_of(keys), deadline_s=SOON_S)
+                elif rng.random() < 0.3:
+                    own.used(keys)
+                else:
+                    into = targets(len(keys))
+                    count, outcome = await own.load(keys, into, deadline_s=SOON_S)
+                    assert into[:count] == blocks_of(keys[:count])
+                    outcomes[outcome] += 1
+            await own.aclose()
+
+        async def disturb():
+            while True:
+                await asyncio.sleep(0.005)
+                kind = rng.random()
+                held = second.tier.keys()
+                if kind < 0.1 and held:
+                    with contextlib.suppress(KeyError, FileNotFoundError):  # compacted just now
+                        ssd_folder.damage(second.tier.log, rng.choice(held))
+                elif kind < 0.5:
+                    second.tier.evict(rng.randrange(5))
+                elif kind < 0.9:
+                    daemon.tier.evict(rng.randrange(25))
+                elif kind > 0.98:
+                    pool.clear()
+
+        async with asyncio.timeout(SOON_S), asyncio.TaskGroup() as tasks:
+            disturbing = tasks.create_task(disturb())
+            async with asyncio.TaskGroup() as workers:
+                for n in range(4):
+                    workers.create_task(work(random.Random(100 * seed + n)))
+            disturbing.cancel()
+        await until(lambda: not second.writer.queued and not second.promoter.under_way)
+        await until(lambda: pool.open_pins == 0)
+        assert pool.reservations(quarantined=False) == pool.reservations(quarantined=True) == 0
+        assert outcomes[Outcome.HIT] > 0
 
 
 async def test_readiness_and_metrics_tell_of_the_ssd(tmp_path):
