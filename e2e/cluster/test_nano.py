@@ -53,8 +53,14 @@ def children(nodes: Nodes) -> dict[ObjectKey, Manifest]:
 @pytest.fixture(scope="module")
 def deployment(nodes: Nodes, operator: Manifest, image_names: dict[str, str]) -> Manifest:
     """The example, Ready."""
+    # both nodes have the machine's one file system, and with it one folder for the pool's socket
+    here = {"placement": {"nodeSelector": {"kubernetes.io/hostname": "node-2"}}}
     manifest = example(
-        "kimi-nano-cluster.yaml", image=image_names["runtime"], imagePullPolicy="Never"
+        "kimi-nano-cluster.yaml",
+        image=image_names["runtime"],
+        imagePullPolicy="Never",
+        prefill=here,
+        decode=here,
     )
     nodes.apply(manifest)
     with nodes.timed("apply to Ready"):

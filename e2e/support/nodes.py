@@ -26,6 +26,8 @@ from kimi_operator.observed import ObjectKey
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("node-1", "node-2")
 GPUS = 8
+GPU_LABELS = {"feature.node.kubernetes.io/amd-gpu": "true"}
+"""As Node Feature Discovery labels nodes with GPUs; where they are, the pool is."""
 Manifest = dict[str, Any]
 
 
@@ -211,6 +213,7 @@ def _started(script: Path, folder: Path, env: dict[str, str]) -> Iterator[Nodes]
         nodes.timings["cluster up"] = round(time.monotonic() - began, 1)
         for node in NODES:
             nodes.command("gpus", node, str(GPUS))
+            nodes.merge(ObjectKey("v1", "Node", "", node), {"metadata": {"labels": GPU_LABELS}})
         yield nodes
     finally:
         if not os.environ.get("KIMI_E2E_KEEP"):
@@ -218,7 +221,12 @@ def _started(script: Path, folder: Path, env: dict[str, str]) -> Iterator[Nodes]
 
 
 def example(name: str, **spec: Any) -> Manifest:
-    """A KimiDeployment of examples/, fields of its spec replaced."""
+    """A KimiDeployment of examples/ with `spec` merged into its own."""
     manifest: Manifest = yaml.safe_load((ROOT / "examples" / name).read_text())
-    manifest["spec"].update(spec)
-    return manifest
+    return {**manifest, "spec": _merged(manifest["spec"], spec)}
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return base | {name: _merged(base.get(name), value) for name, value in over.items()}
