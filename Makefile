@@ -13,6 +13,7 @@ PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 $(VENV)/.run-stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Kimistack and PyTorch into $(VENV); this takes minutes and says nothing"
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_INDEX) -c constraints.txt -e '.[engine]'
 	touch $@
 
@@ -21,7 +22,7 @@ $(VENV)/.dev-stamp: $(VENV)/.run-stamp
 	touch $@
 
 up: $(VENV)/.run-stamp
-	$(BIN)/kimistack up --detach -f $(FILE)
+	$(BIN)/kimistack up --detach -f $(FILE) $(ARGS)
 
 down: $(VENV)/.run-stamp
 	$(BIN)/kimistack down -f $(FILE)

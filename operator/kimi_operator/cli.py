@@ -163,7 +163,12 @@ def supervise(stack_file: Path, home: Path, shm: Path, events_fd: int) -> None:
 
 
 @app.command()
-def down(name: NameArgument = None, file: FileOption = None) -> None:
+def down(
+    name: NameArgument = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="The deployment that this file names.")
+    ] = None,
+) -> None:
     """Stop a deployment and remove its shared memory. Stopping what is stopped is no error."""
     home, shm = state_home(), shared_memory()
     if file is not None:

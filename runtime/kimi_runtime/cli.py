@@ -19,8 +19,16 @@ from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import WorkerSpec
 
 S = TypeVar("S", bound=BaseModel)
+E = TypeVar("E", bound=BaseException)
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Run one part of the stack.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Run one part of the stack.",
+    pretty_exceptions_enable=False,  # standard error is a log
+)
+
+ENGINE_EXTRA = ("numpy", "safetensors", "torch")
 
 SpecFile = Annotated[
     Path, typer.Option("--spec", metavar="FILE", help="The part's spec file (JSON).")
@@ -58,6 +66,16 @@ def _run(path: Path, kind: type[S], run: Callable[[S], Coroutine[Any, Any, None]
         error = _first(group)
         typer.echo(f"kimistack: {' '.join(str(error).split())}", err=True)
         raise SystemExit(error.exit_code) from None
+    except* ModuleNotFoundError as group:
+        missing = _first(group).name
+        if missing not in ENGINE_EXTRA:
+            raise
+        typer.echo(
+            f"kimistack: there is no {missing} here, which an engine needs; install it with: "
+            "pip install 'kimistack[engine]'",
+            err=True,
+        )
+        raise SystemExit(ConfigError.exit_code) from None
 
 
 def _read(path: Path, kind: type[S]) -> S:
@@ -75,14 +93,10 @@ def _read(path: Path, kind: type[S]) -> S:
         raise ConfigError(f"{path} is no {kind.__name__}: {places}") from exc
 
 
-def _first(group: BaseExceptionGroup[KimistackError]) -> KimistackError:
+def _first(group: BaseExceptionGroup[E]) -> E:
     for error in group.exceptions:
         return _first(error) if isinstance(error, BaseExceptionGroup) else error
     raise AssertionError("an exception group is never empty")
-
-
-if __name__ == "__main__":
-    app()
 
 
 if __name__ == "__main__":

@@ -40,11 +40,9 @@ def router_spec(folder, **fields):
     return path
 
 
-def fails(part, spec):
+def fails(part, spec, env=ENVIRONMENT):
     """Run it; check for exit status 2 and a single line; return the line."""
-    done = subprocess.run(
-        command(part, spec), env=ENVIRONMENT, capture_output=True, text=True, timeout=30
-    )
+    done = subprocess.run(command(part, spec), env=env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -80,6 +78,27 @@ def test_a_port_in_use_ends_with_status_2_and_names_it(tmp_path):
 def test_a_missing_part_ends_with_status_2_and_names_it(tmp_path, fields, says):
     call_key_file(tmp_path)
     assert says in fails("router", router_spec(tmp_path, **fields))
+
+
+def test_a_worker_without_numpy_names_the_extra_that_brings_it(tmp_path):
+    call_key_file(tmp_path)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')\n")
+    limits = {"kv_bytes": "1MiB", "max_running": 1, "step_tokens": 64}
+    spec = {
+        "name": "w",
+        "role": "both",
+        "port": 0,
+        "weights": {"kind": "random"},
+        "limits": limits,
+        "run_dir": str(tmp_path),
+        "call_key": str(tmp_path / "call.key"),
+    }
+    path = tmp_path / "worker.json"
+    path.write_text(json.dumps(spec))
+    env = {**ENVIRONMENT, "PYTHONPATH": f"{hidden}:{ENVIRONMENT['PYTHONPATH']}"}
+    assert "kimistack[engine]" in fails("worker", path, env)
 
 
 async def test_sigterm_lets_the_running_answer_finish_and_exits_with_0(tmp_path):
