@@ -100,7 +100,7 @@ class Stack:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
-    def until(self, state: Callable[[], bool], within_s: float = START_S) -> None:
+    def until(self, state: Callable[[], bool], within_s: float = 3 * START_S) -> None:
         """Ask until it is so."""
         end_s = time.monotonic() + within_s
         while not state():
@@ -194,8 +194,11 @@ def test_what_two_turns_used_is_found_on_ssd_by_a_new_pool_and_a_new_worker(tmp_
     own = Stack(tmp_path / "home", port)
     (tmp_path / "on-ssd.yaml").write_text(ON_SSD.format(folder=tmp_path / "ssd"))
     log = own.home / "on-ssd" / "logs" / "supervisor.log"
-    up = own.command("up", "--detach", "-f", str(tmp_path / "on-ssd.yaml"), "--port", str(port))
     try:
+        up = own.command(
+            *("up", "--detach", "-f", str(tmp_path / "on-ssd.yaml"), "--port", str(port)),
+            within_s=4 * START_S,
+        )
         assert up.returncode == 0, up.stderr
         messages = [{"role": "user", "content": "Tell me about solid state disks. " * 40}]
         first = own.chat(messages)["choices"][0]["message"]
