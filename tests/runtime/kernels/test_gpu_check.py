@@ -31,6 +31,15 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(run_python):
     ]
 
 
+@pytest.mark.parametrize("script", ["gpu-check", "kernel-report"])
+def test_a_python_without_torch_is_told_so_in_one_line(run_python, script):
+    done = run_python("-S", f"scripts/{script}")  # -S: no installed packages
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"{script}: this Python has no torch; run it with .venv/bin/python"
+    ]
+
+
 def test_a_kernel_that_differs_is_reported_with_exit_code_1(run_python):
     breaks_a_kernel = (
         "import runpy, sys\n"
