@@ -93,7 +93,9 @@ def cached_image(*, rebuild: bool) -> Path:
     building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
     try:
         build(building)
-        shutil.rmtree(image, ignore_errors=True)
+        for old in cache.iterdir():
+            if not old.name.startswith("building-"):
+                shutil.rmtree(old, ignore_errors=True)
         building.rename(image)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -17,10 +17,10 @@ from kimi_runtime.transfer.exports import Export, Exports
 from kimi_runtime.transfer.memory import DeviceMemory, Memory
 from kimi_runtime.transfer.network import NetworkSettings, address_of, listen
 from kimi_runtime.transfer.serving import Server
+from kimi_runtime.transfer.verbs_completions import CompletionThread
 from kimi_runtime.transfer.verbs_device import Registration, VerbsDevice
 from kimi_runtime.transfer.verbs_local import LocalMemory
 from kimi_runtime.transfer.verbs_owner import Owner
-from kimi_runtime.transfer.verbs_queues import CompletionThread
 from kimi_runtime.transfer.verbs_session import VerbsSession
 
 _CONTROL_THREADS = 16

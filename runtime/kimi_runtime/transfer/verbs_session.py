@@ -18,11 +18,12 @@ from kimi_runtime.transfer.handshake import receive_exactly
 from kimi_runtime.transfer.memory import DeviceMemory
 from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.transfer.plan import cut, spread
+from kimi_runtime.transfer.verbs_completions import CompletionThread
 from kimi_runtime.transfer.verbs_device import Access, VerbsDevice
 from kimi_runtime.transfer.verbs_enums import e
 from kimi_runtime.transfer.verbs_local import LocalMemory
 from kimi_runtime.transfer.verbs_owner import new_psn
-from kimi_runtime.transfer.verbs_queues import Batch, CompletionThread, Queues, Work
+from kimi_runtime.transfer.verbs_queues import Batch, Queues, Work
 from kimi_runtime.transfer.verbs_wire import (
     LENGTH,
     PURPOSE,
