@@ -1,5 +1,6 @@
 """The command line: what it prints, and the exit code and the one line for what is wrong."""
 
+import json
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from config_files import FILES
 from kimi_operator.cli import main
 from rule_cases import document
 
@@ -83,6 +85,34 @@ def test_a_missing_model_folder_is_named(tmp_path: Path, capsys: pytest.CaptureF
     code, _, err = run(capsys, "up", "-f", path, "--port", 18999)
     assert (code, len(err.splitlines())) == (2, 1)
     assert f"spec.model.path: {tmp_path / 'none'} does not exist" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"), [("{", "config.json"), ('{"model_type": "llama"}', "is 'llama'")]
+)
+def test_a_model_nobody_here_can_run_is_refused_before_anything_starts(
+    config: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(config)
+    for model in (
+        {"source": "local", "path": str(tmp_path)},
+        {"source": "random", "config": str(tmp_path / "config.json")},
+    ):
+        path = file_of(tmp_path, {"preset": "kimi-nano/cpu", "model": model})
+        code, _, err = run(capsys, "up", "-f", path, "--port", 18999)
+        assert (code, len(err.splitlines())) == (2, 1)
+        assert says in err
+
+
+def test_a_model_folder_without_weights_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps(FILES["k2"]))
+    model = {"source": "local", "path": str(tmp_path)}
+    path = file_of(tmp_path, {"preset": "kimi-nano/cpu", "model": model})
+    code, _, err = run(capsys, "up", "-f", path, "--port", 18999)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert f"{tmp_path} has no .safetensors file" in err
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

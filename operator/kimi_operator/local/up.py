@@ -31,6 +31,7 @@ from kimi_operator.local.supervisor import Supervisor
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError, KimistackError
 from kimi_runtime.spec.api_keys import read_tenants
+from kimi_runtime.spec.config_file import load_config
 
 SUPERVISE = ("-m", "kimi_operator.cli", "supervise")
 DEFAULT_EXAMPLE = "kimi-nano.yaml"
@@ -181,10 +182,12 @@ def _places(effective: Effective, folders: Folders, front: Front, port: int) -> 
 
 
 def _model_files(effective: Effective) -> Path | None:
-    """Check that the model's files are there; the rank file, where there is one."""
+    """Check that the model's files are there and understood; the rank file, where there is one."""
     model = effective.deployment.spec.model
-    if model.config is not None and not Path(model.config).is_file():
-        raise ConfigError(f"spec.model.config: there is no file {model.config}")
+    if model.config is not None:
+        if not Path(model.config).is_file():
+            raise ConfigError(f"spec.model.config: there is no file {model.config}")
+        load_config(model.config)
     if model.vocabulary is not None:
         if not Path(model.vocabulary).is_file():
             raise ConfigError(f"spec.model.vocabulary: there is no file {model.vocabulary}")
@@ -195,6 +198,9 @@ def _model_files(effective: Effective) -> Path | None:
     if not (folder / "config.json").is_file():
         there = "has no config.json" if folder.is_dir() else "does not exist"
         raise ConfigError(f"spec.model.path: {folder} {there}; give the model's folder")
+    load_config(folder)
+    if next(folder.glob("*.safetensors"), None) is None:
+        raise ConfigError(f"spec.model.path: {folder} has no .safetensors file with weights")
     ranks = folder / "tiktoken.model"
     return ranks.absolute() if ranks.is_file() else None
 
