@@ -80,9 +80,8 @@ def client(nodes: Nodes, deployment: Manifest) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, text: str = "Hello", **options: Any) -> Any:
-    return client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": text}], max_tokens=8, **options
-    )
+    asked = {"model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    return client.chat.completions.create(**asked | options)
 
 
 def test_both_nodes_advertise_gpus(nodes: Nodes):
@@ -104,6 +103,7 @@ def test_a_client_outside_is_served_through_the_router_service(client: openai.Op
     called = ask(
         client,
         "What is the weather?",
+        max_tokens=256,
         tools=[WEATHER],
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
     )
