@@ -1,9 +1,15 @@
 """One worker's or pool daemon's HTTP face, as the router calls it: signed, bounded in time."""
 
+import asyncio
 import io
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+)
 from typing import NoReturn, TypeVar
 from urllib.parse import quote
 
@@ -49,6 +55,7 @@ class PeerClient:
         self.name, self.url = name, url.rstrip("/")
         self._http, self._call_key = http, call_key
         self._streams: set[aiohttp.ClientResponse] = set()
+        self._unanswered: set[asyncio.Timeout] = set()
 
     async def info(self, *, within_s: float) -> WorkerInfo:
         """`GET /info`."""
@@ -75,7 +82,9 @@ class PeerClient:
         body = request.model_dump_json().encode()
         limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
         headers = {TRACE_HEADER: trace_id, "Content-Type": "application/json"}
-        async with self._call("POST", "/generate", body, limits, headers) as response:
+        async with AsyncExitStack() as held:
+            call = self._call("POST", "/generate", body, limits, headers)
+            response = await self._answered(held, call)
             self._streams.add(response)
             finished = False
             try:
@@ -107,8 +116,27 @@ class PeerClient:
 
     def abort_streams(self) -> None:
         """The peer is lost: end every generation that waits for it with WorkerFailed."""
+        while self._unanswered:
+            self._unanswered.pop().reschedule(0.0)
         for response in list(self._streams):
             response.close()
+
+    async def _answered(
+        self, held: AsyncExitStack, call: AbstractAsyncContextManager[aiohttp.ClientResponse]
+    ) -> aiohttp.ClientResponse:
+        """Enter `call` in `held`; WorkerFailed once the peer is lost.
+
+        Headers come with the first ids, so this wait takes as long as queue and prefill do.
+        """
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._unanswered.add(wait)
+                return await held.enter_async_context(call)
+        except TimeoutError as exc:
+            raise WorkerFailed(f"{self.name} was lost before it answered") from exc
+        finally:
+            self._unanswered.discard(wait)
 
     async def _get(self, path: str, answer: type[T], within_s: float) -> T:
         limits = aiohttp.ClientTimeout(total=within_s, connect=min(CONNECT_S, within_s))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -120,8 +121,12 @@ async def test_a_restarted_worker_is_met_again_and_probed_again(tmp_path):
         assert router.ledger.total_in_flight == 0
 
 
-async def test_a_worker_that_stops_answering_is_lost_and_its_streams_end(tmp_path):
-    """The process hangs with its connections open, as one that is swapped out or stopped."""
+@asynccontextmanager
+async def hanging_between(folder, part):
+    """A router whose one worker hangs once the event is set: connections open, nothing passes.
+
+    As a process that is swapped out or stopped, or a host that is gone.
+    """
     hang, handlers = asyncio.Event(), set()
 
     async def proxy(reader, writer):
@@ -145,30 +150,41 @@ async def test_a_worker_that_stops_answering_is_lost_and_its_streams_end(tmp_pat
             await sink.drain()
         sink.close()
 
-    key_file = call_key_file(tmp_path)
-    slow = Part("w", hello, pace=Pace(output_ids_per_s=4.0))
-    async with running_worker(slow, key_file) as worker:
+    async with running_worker(part, call_key_file(folder)) as worker:
         target = int(worker.url.rsplit(":", 1)[1])
         server = await asyncio.start_server(proxy, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         endpoint = WorkerEndpoint(name="w", role=Role.BOTH, url=f"http://127.0.0.1:{port}")
-        async with running_router(spec_of(tmp_path, (endpoint,))) as (url, router):
+        async with running_router(spec_of(folder, (endpoint,))) as (url, router):
             await until(lambda: router.readiness.obstacle is None)
-            async with (
-                aiohttp.ClientSession(url) as http,
-                http.post("/v1/chat/completions", json=ASK | {"stream": True}) as answer,
-            ):
-                await answer.content.readline()
-                hang.set()
-                async with asyncio.timeout(10):
-                    text = (await answer.content.read()).decode()
-            assert "event: error" in text
-            assert not router.fleet["w"].ready
-            assert router.ledger.total_in_flight == 0
+            async with aiohttp.ClientSession(url) as http:
+                yield http, router, hang
         server.close()
         for handler in handlers:
             handler.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
+
+
+async def test_a_worker_that_stops_answering_is_lost_and_its_streams_end(tmp_path):
+    slow = Part("w", hello, pace=Pace(output_ids_per_s=4.0))
+    async with hanging_between(tmp_path, slow) as (http, router, hang):
+        async with http.post("/v1/chat/completions", json=ASK | {"stream": True}) as answer:
+            await answer.content.readline()
+            hang.set()
+            async with asyncio.timeout(10):
+                text = (await answer.content.read()).decode()
+        assert "event: error" in text
+        assert not router.fleet["w"].ready
+        assert router.ledger.total_in_flight == 0
+
+
+async def test_a_request_that_a_lost_worker_has_not_begun_to_answer_is_given_up(tmp_path):
+    async with hanging_between(tmp_path, Part("w", hello)) as (http, router, hang):
+        hang.set()
+        async with asyncio.timeout(10), http.post("/v1/chat/completions", json=ASK) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+        assert not router.fleet["w"].ready
+        assert router.ledger.total_in_flight == 0
 
 
 async def test_the_feed_sends_the_next_turn_to_whoever_holds_the_prefix(tmp_path):
