@@ -23,7 +23,7 @@ from operator_world import nano
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
 NAMESPACE = "kimi-test"
 OURS = f"/apis/kimistack.dev/v1alpha1/namespaces/{NAMESPACE}/kimideployments"
-SOON_S = 30.0
+SOON_S = 120.0
 
 
 @pytest.fixture(scope="session")
