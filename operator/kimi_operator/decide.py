@@ -19,7 +19,7 @@ from kimi_operator.instances import instance_id
 from kimi_operator.observed import InstanceId, Manifest, ObjectKey, Observed
 from kimi_operator.presets.preset import load_preset
 from kimi_operator.revisions import FAILED, numbered, pool_addresses, remembered, shape_of
-from kimi_operator.rollout import Revisions, Step, next_step, view_of
+from kimi_operator.rollout import Revisions, RolloutView, Step, next_step, view_of
 from kimi_operator.scale import seeded, workers_status
 from kimi_operator.scaling import History, Targets, seed, targets
 from kimi_operator.status import selector_of_role
@@ -69,7 +69,7 @@ class Decider:
         """The decision. Raises NotDecided where the spec cannot run."""
         uid = resource["metadata"]["uid"]
         history = self._histories.get(uid, History())
-        with _as_not_decided():
+        with as_not_decided():
             effective = self._effective(resource)
             decision, self._histories[uid] = decide(effective, observed, history, now_s)
         return decision
@@ -92,7 +92,8 @@ class Decider:
 
 
 @contextmanager
-def _as_not_decided() -> Iterator[None]:
+def as_not_decided() -> Iterator[None]:
+    """ConfigError and CapacityError become NotDecided, with the condition's reason."""
     try:
         yield
     except CapacityError as exc:
@@ -101,42 +102,36 @@ def _as_not_decided() -> Iterator[None]:
         raise NotDecided("InvalidSpec", str(exc)) from exc
 
 
-def decide(
-    effective: Effective, observed: Observed, history: History, now_s: float
-) -> tuple[Decision, History]:
-    """The decision and the history for the next one.
+@dataclass(frozen=True)
+class Prospect:
+    """All that the next step is chosen from, and every later one until something changes.
 
-    Raises ConfigError and CapacityError, and NotDecided where engines cannot serve here at all.
+    `stored` are the kept revisions, oldest first, `update` what the spec asks for; `view`,
+    `revisions` and `counts.by_role` are what `rollout.next_step` and `all_steps` take.
     """
+
+    effective: Effective
+    observed: Observed
+    stored: tuple[Revision, ...]
+    update: Revision
+    counts: Targets
+    view: RolloutView
+    revisions: Revisions
+
+    @property
+    def known(self) -> dict[str, Revision]:
+        """Revisions by name, the update included."""
+        return {revision.name: revision for revision in (*self.stored, self.update)}
+
+
+def prospect_of(
+    effective: Effective, observed: Observed, history: History, now_s: float
+) -> Prospect:
+    """What a decision is made from. Raises ConfigError and CapacityError."""
     stored = remembered(observed.revisions)
     update = revision_of(effective, kept=stored)
-    counts = targets(effective.deployment.spec, observed, history, now_s)
-    step = _step(effective, observed, stored, update, counts, now_s)
-    known = {revision.name: revision for revision in (*stored, update)}
-    rendered = _rendered(effective, observed, stored, update, known, step)
-    blocking = [o for o in rendered.obstacles if o.reason != "EngineNotConnected"]
-    if blocking:
-        raise NotDecided(blocking[0].reason, "; ".join(o.message for o in blocking))
-    return _decision(effective, observed, rendered, step, update, counts, known), counts.history
-
-
-def effective_of(resource: Manifest, get_preset: GetPreset = load_preset) -> Effective:
-    """The effective deployment of a stored resource. Raises ConfigError, CapacityError."""
-    metadata = {k: v for k, v in resource["metadata"].items() if k != "managedFields"}
-    document = {k: v for k, v in resource.items() if k != "status"} | {"metadata": metadata}
-    name = resource["metadata"]["name"]
-    return resolve(validated(document, name), get_preset, name)
-
-
-def _step(
-    effective: Effective,
-    observed: Observed,
-    stored: tuple[Revision, ...],
-    update: Revision,
-    counts: Targets,
-    now_s: float,
-) -> Step:
     spec = effective.deployment.spec
+    counts = targets(spec, observed, history, now_s)
     resources = {role.gpu.resource or "amd.com/gpu" for _, role in spec.roles()}
     view = view_of(spec, {r.name: shape_of(r, resources) for r in (*stored, update)})
     names = tuple(dict.fromkeys(r.name for r in (*stored, update)))
@@ -146,7 +141,44 @@ def _step(
         if (manifest["metadata"].get("annotations") or {}).get(FAILED) == "true"
     )
     revisions = Revisions(update=update.name, history=names, failed=failed & set(names))
-    return next_step(view, observed.instances, revisions, counts.by_role, now_s)
+    return Prospect(effective, observed, stored, update, counts, view, revisions)
+
+
+def decide(
+    effective: Effective, observed: Observed, history: History, now_s: float
+) -> tuple[Decision, History]:
+    """The decision and the history for the next one.
+
+    Raises ConfigError and CapacityError, and NotDecided where engines cannot serve here at all.
+    """
+    prospect = prospect_of(effective, observed, history, now_s)
+    step = next_step(
+        prospect.view,
+        observed.instances,
+        prospect.revisions,
+        prospect.counts.by_role,
+        now_s,
+    )
+    return decided(prospect, step), prospect.counts.history
+
+
+def decided(prospect: Prospect, step: Step) -> Decision:
+    """What brings the step about. Raises NotDecided where engines cannot serve here at all."""
+    effective, observed, stored = prospect.effective, prospect.observed, prospect.stored
+    update, known = prospect.update, prospect.known
+    rendered = _rendered(effective, observed, stored, update, known, step)
+    blocking = [o for o in rendered.obstacles if o.reason != "EngineNotConnected"]
+    if blocking:
+        raise NotDecided(blocking[0].reason, "; ".join(o.message for o in blocking))
+    return _decision(effective, observed, rendered, step, update, prospect.counts, known)
+
+
+def effective_of(resource: Manifest, get_preset: GetPreset = load_preset) -> Effective:
+    """The effective deployment of a stored resource. Raises ConfigError, CapacityError."""
+    metadata = {k: v for k, v in resource["metadata"].items() if k != "managedFields"}
+    document = {k: v for k, v in resource.items() if k != "status"} | {"metadata": metadata}
+    name = resource["metadata"]["name"]
+    return resolve(validated(document, name), get_preset, name)
 
 
 def _rendered(
@@ -274,4 +306,14 @@ def _scales(
     }
 
 
-__all__ = ["Decider", "Decision", "NotDecided", "decide", "effective_of"]
+__all__ = [
+    "Decider",
+    "Decision",
+    "NotDecided",
+    "Prospect",
+    "as_not_decided",
+    "decide",
+    "decided",
+    "effective_of",
+    "prospect_of",
+]

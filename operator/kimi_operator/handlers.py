@@ -17,14 +17,14 @@ import kopf
 from kimi_operator.cache import Cache, Change, Key
 from kimi_operator.clock import now_s
 from kimi_operator.desired.labels import MANAGED_BY
-from kimi_operator.kinds import BY_ID, CHILDREN, Kind
+from kimi_operator.kinds import BY_ID, Kind, watched_kinds
 from kimi_operator.kube import Credentials
 from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Capabilities
 from kimi_operator.reconcile import Reconciler
+from kimi_operator.teardown import FINALIZER
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError
 
-FINALIZER = "kimistack.dev/teardown"
 DEBOUNCE_S = 0.2
 FIRST_BACKOFF_S = 1.0
 MOST_BACKOFF_S = 60.0
@@ -172,15 +172,6 @@ async def first_of(wake: asyncio.Event, stopped: Any, within_s: float | None) ->
         _, late = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in late:
             task.cancel()
-
-
-def watched_kinds(served: Capabilities) -> tuple[Kind, ...]:
-    """Kinds of children and pods to watch: of a kind in several versions, the newest served."""
-    found: dict[tuple[str, str], Kind] = {}
-    for kind in (*CHILDREN, BY_ID["v1/Pod"]):
-        if served.serves(kind.id):
-            found.setdefault((kind.group, kind.kind), kind)
-    return tuple(found.values())
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

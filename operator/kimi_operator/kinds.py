@@ -7,6 +7,8 @@ the others.
 from dataclasses import dataclass
 from typing import Literal
 
+from kimi_operator.observed import Capabilities
+
 Verb = Literal["create", "delete", "get", "list", "patch", "update", "watch"]
 _WATCHED: tuple[Verb, ...] = ("get", "list", "watch")
 _OWNED: tuple[Verb, ...] = (*_WATCHED, "create", "patch", "delete")
@@ -142,3 +144,12 @@ INSTALLED = (
 
 KINDS = (*OURS, *CHILDREN, *OTHERS, *CLUSTER_WIDE)
 BY_ID = {kind.id: kind for kind in (*KINDS, *INSTALLED)}
+
+
+def watched_kinds(served: Capabilities) -> tuple[Kind, ...]:
+    """Kinds of children and pods to watch: of a kind in several versions, the newest served."""
+    found: dict[tuple[str, str], Kind] = {}
+    for kind in (*CHILDREN, BY_ID["v1/Pod"]):
+        if served.serves(kind.id):
+            found.setdefault((kind.group, kind.kind), kind)
+    return tuple(found.values())

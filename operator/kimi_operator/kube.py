@@ -66,6 +66,9 @@ class Kube(Protocol):
     ) -> None:
         """Ask for the deletion of the object with this uid; one that is gone is no error."""
 
+    async def proxied(self, namespace: str, pod: str, port: int, path: str) -> Any:
+        """The JSON that a pod answers to a GET, by way of the API server."""
+
 
 @dataclass
 class TokenBucket:
@@ -103,10 +106,15 @@ class Credentials:
 
 
 class ApiKube:
-    """A real API server, through the dynamic client of `kubernetes.aio`."""
+    """A real API server, through the dynamic client of `kubernetes.aio`.
 
-    def __init__(self, client: DynamicClient, writes: TokenBucket) -> None:
-        self._client, self._writes = client, writes
+    `manager` owns the fields that are written, but for the seeds.
+    """
+
+    def __init__(
+        self, client: DynamicClient, writes: TokenBucket, manager: str = FIELD_MANAGER
+    ) -> None:
+        self._client, self._writes, self._manager = client, writes, manager
 
     async def credentials(self) -> Credentials:
         """As they are now: a token is refreshed where that is due."""
@@ -167,7 +175,7 @@ class ApiKube:
             self._client.server_side_apply(
                 self._resource_of(manifest),
                 body=manifest,
-                field_manager=FIELD_MANAGER,
+                field_manager=self._manager,
                 force_conflicts=True,
                 **_PLAIN,
             )
@@ -189,7 +197,7 @@ class ApiKube:
     async def update(self, manifest: Manifest) -> Manifest:
         """See `Kube`."""
         call = self._client.replace(
-            self._resource_of(manifest), body=manifest, field_manager=FIELD_MANAGER, **_PLAIN
+            self._resource_of(manifest), body=manifest, field_manager=self._manager, **_PLAIN
         )
         updated: Manifest = await _answer(call)
         return updated
@@ -213,7 +221,7 @@ class ApiKube:
             path,
             body=dict(patch),
             content_type="application/merge-patch+json",
-            field_manager=FIELD_MANAGER,
+            field_manager=self._manager,
             **_PLAIN,
         )
         patched: Manifest | None = await _or_none(call)
@@ -243,6 +251,14 @@ class ApiKube:
             await _or_none(call)
         except ClusterConflict:
             return  # another object has the name by now: ours is gone
+
+    async def proxied(self, namespace: str, pod: str, port: int, path: str) -> Any:
+        """See `Kube`. An answer that is no JSON raises ClusterRefused."""
+        at = f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy/{path.lstrip('/')}"
+        try:
+            return await _answer(self._text(at))
+        except ValueError as exc:
+            raise ClusterRefused(f"pod {pod} answers {path} with something else than JSON") from exc
 
     async def _read(self, path: str, **absent: Any) -> Any:
         call = self._text(path)
@@ -327,9 +343,15 @@ def _retry_after_s(exc: ApiException) -> float | None:
 
 @asynccontextmanager
 async def open_kube(
-    writes: TokenBucket, *, kubeconfig: str | None = None
+    writes: TokenBucket,
+    *,
+    kubeconfig: str | None = None,
+    context: str | None = None,
+    manager: str = FIELD_MANAGER,
 ) -> AsyncIterator[ApiKube]:
     """A client for the pod's own cluster, or for the one a kubeconfig file names.
+
+    `context` is one of that file's, without it its current one.
 
     Raises ClusterBusy if neither is there.
     """
@@ -339,7 +361,7 @@ async def open_kube(
             k8s_config.load_incluster_config(client_configuration=configuration)
         else:
             await k8s_config.load_kube_config(
-                config_file=kubeconfig, client_configuration=configuration
+                config_file=kubeconfig, context=context, client_configuration=configuration
             )
     except k8s_config.ConfigException as exc:
         raise ClusterBusy(
@@ -348,4 +370,4 @@ async def open_kube(
     configuration.retries = False  # whether to try again is decided by the caller
     async with k8s.ApiClient(configuration) as api:
         # without discovery of its own: it would cache in a file that all users can write
-        yield ApiKube(DynamicClient(api), writes)
+        yield ApiKube(DynamicClient(api), writes, manager)

@@ -28,8 +28,8 @@ from kimi_operator.handlers import (
     Wakes,
     configure,
     register,
-    watched_kinds,
 )
+from kimi_operator.kinds import watched_kinds
 from kimi_operator.kube import Kube, TokenBucket, open_kube
 from kimi_operator.lease import RETRY_S, Leadership
 from kimi_operator.metrics import Metrics

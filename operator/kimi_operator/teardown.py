@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from kimi_operator.changes import Delete, deletion, is_owned
 from kimi_operator.observed import ROLE_LABEL, Manifest, ObjectKey
 
+FINALIZER = "kimistack.dev/teardown"
+"""Keeps a KimiDeployment until its ordered deletion is over."""
 STAGES = ("autoscaling", "router", "decode", "prefill", "umbp")
 _SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
 

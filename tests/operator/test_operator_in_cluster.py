@@ -12,11 +12,12 @@ import pytest
 from cluster import MERGE, Cluster, Server
 from kimi_operator.changes import is_owned
 from kimi_operator.clock import now_s
-from kimi_operator.handlers import FINALIZER, watched_kinds
+from kimi_operator.kinds import watched_kinds
 from kimi_operator.kube import ApiKube, TokenBucket, open_kube
 from kimi_operator.main import Operator
 from kimi_operator.observed import FIELDS, Manifest, ObjectKey
 from kimi_operator.settings import OperatorSettings
+from kimi_operator.teardown import FINALIZER
 from kimi_runtime.errors import ClusterRefused
 from operator_world import nano
 

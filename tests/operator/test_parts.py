@@ -14,9 +14,9 @@ from kimi_operator.conditions import Condition, stamped, transitions
 from kimi_operator.discovery import fields_in, served_kinds, server_version
 from kimi_operator.eligibility import nodes_eligible
 from kimi_operator.events import event_of
-from kimi_operator.handlers import MOST_BACKOFF_S, backoff_s, first_of, spread_s, watched_kinds
+from kimi_operator.handlers import MOST_BACKOFF_S, backoff_s, first_of, spread_s
 from kimi_operator.instances import drain_patches, instance_views, pod_failures
-from kimi_operator.kinds import KINDS
+from kimi_operator.kinds import KINDS, watched_kinds
 from kimi_operator.kube import TokenBucket
 from kimi_operator.nodes import node_view, quantity
 from kimi_operator.observed import (

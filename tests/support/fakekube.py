@@ -57,6 +57,8 @@ class FakeKube:
     served: Capabilities = K8S_CURRENT
     objects: dict[ObjectKey, Manifest] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    pods: dict[tuple[str, int, str], Any] = field(default_factory=dict)
+    """What pods answer, by pod, port and path."""
     before: Callable[[Call], None] = lambda _: None
     after: Callable[[Call], None] = lambda _: None
     _watchers: list[Watcher] = field(default_factory=list)
@@ -168,6 +170,13 @@ class FakeKube:
         if live is not None and live["metadata"]["uid"] == uid:
             self.remove(key, foreground=foreground)
         self.after(call)
+
+    async def proxied(self, namespace: str, pod: str, port: int, path: str) -> Any:
+        """See `Kube`."""
+        self._enter(Call("get", "Pod/proxy", pod))
+        if (pod, port, path) not in self.pods:
+            raise ClusterBusy(f"pod {namespace}/{pod} does not answer", code=503)
+        return ssa.cloned(self.pods[pod, port, path])
 
     def _enter(self, call: Call) -> None:
         self.before(call)

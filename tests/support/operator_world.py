@@ -11,7 +11,7 @@ import yaml
 from fakekube import Controllers, FakeKube
 from kimi_operator.cache import Cache, Key
 from kimi_operator.decide import Decider
-from kimi_operator.handlers import watched_kinds
+from kimi_operator.kinds import watched_kinds
 from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Manifest, ObjectKey
 from kimi_operator.reconcile import Reconciler
