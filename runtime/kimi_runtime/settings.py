@@ -17,6 +17,7 @@ LOG_LEVEL_VARIABLE = "KIMISTACK_LOG_LEVEL"
 HOST_VARIABLE = "KIMISTACK_HOST"
 PORT_VARIABLE = "KIMISTACK_PORT"
 REVISION_VARIABLE = "KIMISTACK_REVISION"
+DRAIN_FILE_VARIABLE = "KIMISTACK_DRAIN_FILE"
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -29,6 +30,7 @@ class Settings(SpecModel):
     host: str | None = None
     port: str | None = None
     revision: str | None = None
+    drain_file: str | None = None
 
     def onto(self, spec: S) -> S:
         """The spec with the overrides, validated again (ValueError)."""
@@ -47,4 +49,5 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         host=variables.get(HOST_VARIABLE) or None,
         port=variables.get(PORT_VARIABLE) or None,
         revision=variables.get(REVISION_VARIABLE) or None,
+        drain_file=variables.get(DRAIN_FILE_VARIABLE) or None,
     )

@@ -120,6 +120,7 @@ async def running_stack(
                     "call_key": key_file,
                     "thinking": False,
                     "load_interval": 0.05,
+                    "retry_window": 0.0,
                     "request_deadline": 20.0,
                 }
                 | options

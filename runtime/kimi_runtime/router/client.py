@@ -44,11 +44,15 @@ FEED_SILENCE_S = 10.0
 """Owners send a heartbeat every second; silence for this long means that nobody is there."""
 
 
+class PeerAbsent(WorkerFailed):
+    """No connection to the peer came about: it has not seen the call."""
+
+
 class PeerClient:
     """Calls one peer over a shared `aiohttp.ClientSession`.
 
-    Raises WorkerFailed where the peer can't be reached or breaks off, and the error the peer sent
-    where it answers with one.
+    Raises WorkerFailed where the peer can't be reached (PeerAbsent) or breaks off, and the error
+    the peer sent where it answers with one.
     """
 
     def __init__(self, http: aiohttp.ClientSession, name: str, url: str, call_key: bytes) -> None:
@@ -166,8 +170,9 @@ class PeerClient:
                     self._refuse(response.status, await response.read())
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            absent = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
             # clients may read this: no addresses
-            raise WorkerFailed(
+            raise (PeerAbsent if absent else WorkerFailed)(
                 f"{self.name} did not answer {path.split('?')[0]} ({type(exc).__name__})"
             ) from exc
         except ValidationError as exc:

@@ -20,7 +20,7 @@ from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.router.view import WorkerView
 from kimi_runtime.spec.router import WorkerEndpoint
-from kimi_runtime.spec.worker import WorkerInfo
+from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 
 MIN_CALL_S = 1.0
 """A busy worker may answer late; below this a late answer says nothing."""
@@ -40,6 +40,8 @@ class Member:
     info: WorkerInfo | None = None
     ready: bool = False
     refusal: str | None = None
+    draining: bool = False
+    """As its last report said."""
     failures: int = 0
     left_s: float | None = None
     """Since when nothing new goes there, because the worker was taken off the list."""
@@ -66,6 +68,7 @@ class Fleet:
         self._ledger, self._vocabulary_digest = ledger, vocabulary_digest
         self._load_interval_s, self._changed = load_interval_s, changed
         self._call_s = max(MIN_CALL_S, 5 * load_interval_s)
+        self._next = asyncio.Event()
 
     def __getitem__(self, name: str) -> Member:
         """The worker of that name."""
@@ -84,6 +87,11 @@ class Fleet:
             for member in self._members.values()
             if member.ready and member.info is not None and member.left_s is None
         )
+
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set when another choice of workers may be possible than is now."""
+        return self._next
 
     @property
     def geometries(self) -> dict[str, Geometry]:
@@ -119,7 +127,14 @@ class Fleet:
         """Plan nothing new onto a worker; what runs there runs on."""
         member = self._members[name]
         member.left_s = now_s if member.left_s is None else member.left_s
-        self._changed()
+        self._tell()
+
+    def come_back(self, name: str) -> None:
+        """A worker that left is on the list again."""
+        member = self._members[name]
+        if member.left_s is not None:
+            member.left_s = None
+            self._tell()
 
     def drop(self, name: str) -> None:
         """Forget a worker. Requests that still name it fail."""
@@ -165,12 +180,12 @@ class Fleet:
             _log.error("worker refused", extra={"fields": {"worker": member.name, "why": refusal}})
         member.info, member.refusal, member.ready = info, refusal, refusal is None
         if member.ready:
-            self._ledger.report(member.name, report, now_s=clock.now_s())
+            self._take(member, report)
             _log.info(
                 "worker ready",
                 extra={"fields": {"worker": member.name, "role": info.role, "epoch": info.epoch}},
             )
-            self._changed()
+            self._tell()
 
     async def _poll(self, member: Member) -> None:
         report = await member.client.load(within_s=self._call_s)
@@ -179,7 +194,15 @@ class Fleet:
             member.client.abort_streams()
             await self._meet(member)
             return
+        self._take(member, report)
+
+    def _take(self, member: Member, report: LoadReport) -> None:
         self._ledger.report(member.name, report, now_s=clock.now_s())
+        if report.draining != member.draining:
+            member.draining = report.draining
+            said = "worker drains" if report.draining else "worker drains no more"
+            _log.info(said, extra={"fields": {"worker": member.name}})
+            self._wake()
 
     def _misfit(self, member: Member, info: WorkerInfo) -> str | None:
         if info.name != member.name:
@@ -208,7 +231,15 @@ class Fleet:
         member.ready = False
         self._ledger.lost(member.name)
         _log.warning("worker lost", extra={"fields": {"worker": member.name, "why": why}})
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
 
 
 def geometry_of(info: WorkerInfo) -> Geometry:

@@ -20,9 +20,10 @@ from kimi_runtime.errors import (
     Unavailable,
     WorkerFailed,
 )
+from kimi_runtime.router.client import PeerAbsent
 from kimi_runtime.router.discovery import Fleet
 from kimi_runtime.router.ledger import Ledger
-from kimi_runtime.router.plan import Plan
+from kimi_runtime.router.plan import NobodyNow, Plan
 from kimi_runtime.router.policies.base import Policy
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.router.view import RequestView, WorkerView
@@ -76,6 +77,8 @@ class Job:
     keys: Mapping[Geometry, Sequence[bytes]]
     deadline_s: float
     """On our clock."""
+    retry_window_s: float = 0.0
+    """How long to wait for a worker where none can take it but one may come."""
     journey: Journey = field(default_factory=Journey)
 
     @property
@@ -117,10 +120,12 @@ class Dispatcher:
         after it any failure of the worker is WorkerFailed.
         """
         started_s = clock.now_s()
-        attempt = 0
-        avoid: dict[str, KimistackError] = {}
+        counted = 0
+        avoid: _Avoided = {}
         while True:
-            plan, views = self._plan(job, avoid)
+            plan, views = await self._planned(
+                job, avoid, retry_until_s=started_s + job.retry_window_s
+            )
             begun = False
             try:
                 async with aclosing(self._attempt(job, plan, views)) as chunks:
@@ -132,11 +137,11 @@ class Dispatcher:
                 return
             except _LegFailed as failed:
                 self._note(job, failed, begun=begun)
-                if begun or attempt >= self._retries:
+                counted += not failed.not_taken
+                if begun or counted > self._retries:
                     raise failed.error from failed
-                attempt += 1
-                job.journey.retries = attempt
-                avoid[failed.worker] = failed.error
+                job.journey.retries += 1
+                avoid[self._process(failed.worker)] = failed
 
     def _note(self, job: Job, failed: "_LegFailed", *, begun: bool) -> None:
         if not isinstance(failed.error, WorkerFailed):
@@ -151,20 +156,41 @@ class Dispatcher:
         if failed.unreachable:
             self._fleet.suspect(failed.worker)
 
-    def _plan(
-        self, job: Job, avoid: Mapping[str, KimistackError]
+    def _process(self, worker: str) -> tuple[str, int]:
+        """The worker as it runs now: one that restarts is another one."""
+        info = self._fleet[worker].info
+        return worker, info.epoch if info is not None else 0
+
+    async def _planned(
+        self, job: Job, avoid: "_Avoided", *, retry_until_s: float
     ) -> tuple[Plan, dict[str, WorkerView]]:
+        """A plan; waits for one where a change among the workers may bring it."""
+        while True:
+            change = self._fleet.next_change
+            try:
+                return self._plan(job, avoid)
+            except Unavailable as exc:
+                nobody = exc
+            refused = [failed.error for failed in avoid.values()]
+            full = [error for error in refused if isinstance(error, Overloaded)]
+            passing = isinstance(nobody, NobodyNow) and not full
+            # who answered with a failure would do so again
+            passing = passing and all(one.not_taken or one.unreachable for one in avoid.values())
+            left_s = min(retry_until_s, job.deadline_s) - clock.now_s() if passing else 0.0
+            try:
+                async with asyncio.timeout(max(left_s, 0.0)):
+                    await change.wait()
+            except TimeoutError:
+                # their answer says more than "nobody left"
+                raise next(iter(full or refused), nobody) from None
+            avoid.clear()
+
+    def _plan(self, job: Job, avoid: "_Avoided") -> tuple[Plan, dict[str, WorkerView]]:
         now_s = clock.now_s()
         if now_s >= job.deadline_s:
             raise DeadlineExceeded("the request's deadline passed before a worker answered")
-        views = [view for view in self._views(job, now_s) if view.name not in avoid]
-        try:
-            plan = self._policy.choose(job.view, views, now_s=now_s)
-        except Unavailable:
-            if avoid:  # whoever could was tried: their answer says more than "nobody left"
-                full = [e for e in avoid.values() if isinstance(e, Overloaded)]
-                raise next(iter(full or avoid.values())) from None
-            raise
+        views = [view for view in self._views(job, now_s) if self._process(view.name) not in avoid]
+        plan = self._policy.choose(job.view, views, now_s=now_s)
         job.journey.plan = plan
         job.journey.tried.extend(plan.workers)
         return plan, {view.name: view for view in views}
@@ -280,3 +306,12 @@ class _LegFailed(Exception):
     def unreachable(self) -> bool:
         """Whether the connection itself failed, rather than the worker answering with an error."""
         return self.error.__cause__ is not None
+
+    @property
+    def not_taken(self) -> bool:
+        """Whether the worker never had it: it said so, or was not there to be asked."""
+        return isinstance(self.error, Unavailable | Overloaded | PeerAbsent)
+
+
+_Avoided = dict[tuple[str, int], _LegFailed]
+"""Processes that failed the job, with how."""

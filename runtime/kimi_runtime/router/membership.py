@@ -106,7 +106,7 @@ class Membership:
 
     def _have_worker(self, name: str, worker: WorkerEndpoint) -> None:
         if self._workers.get(name) == worker:
-            self._fleet[name].left_s = None
+            self._fleet.come_back(name)
             return
         if name in self._workers:
             self._drop(name)

@@ -57,6 +57,10 @@ class Plan:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
+class NobodyNow(Unavailable):
+    """Nobody can serve the request as things are, but a worker that comes or goes may change it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Priced(Generic[T]):
     option: T
@@ -66,10 +70,18 @@ class _Priced(Generic[T]):
 
 def obstacle(request: RequestView, worker: WorkerView) -> str | None:
     """Why this worker can't take the request now; None if it can."""
+    return _absence(worker) or _misfit(request, worker)
+
+
+def _absence(worker: WorkerView) -> str | None:
     if not worker.ready:
         return "is not ready"
     if worker.draining:
         return "is draining"
+    return None
+
+
+def _misfit(request: RequestView, worker: WorkerView) -> str | None:
     if request.prompt_tokens + 1 > worker.max_context_tokens:
         return f"has a context of {worker.max_context_tokens} tokens"
     if request.prompt_tokens + 1 > worker.total_blocks * worker.block_tokens:
@@ -86,14 +98,17 @@ def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) ->
 
     A prefill worker is paired only with a decode worker of its own revision and layout. When no
     such pair and no whole-request worker is left, whoever is able to do whole requests serves
-    alone, whatever its role. Raises Unavailable with each worker's obstacle when nobody is left.
+    alone, whatever its role. Raises Unavailable with each worker's obstacle when nobody is left,
+    NobodyNow if that may pass.
     """
     able = [worker for worker in workers if obstacle(request, worker) is None]
     plans = [*_pairs(request, able, price), *_alone(request, able, price, planned=True)]
     if not plans:
         plans = list(_alone(request, able, price, planned=False))
     if not plans:
-        raise Unavailable(f"no worker can serve this request now: {_why(request, workers)}")
+        passing = not workers or any(_misfit(request, worker) is None for worker in workers)
+        kind = NobodyNow if passing else Unavailable
+        raise kind(f"no worker can serve this request now: {_why(request, workers)}")
     return _cheapest(request, [_Priced(p, p.workers, sum(p.terms.values())) for p in plans])
 
 

@@ -101,6 +101,7 @@ class Router:
             owners=turn.session.owners,
             keys={geometry: self.sessions.keys(turn, geometry) for geometry in geometries},
             deadline_s=clock.now_s() + self.spec.request_deadline,
+            retry_window_s=self.spec.retry_window,
         )
 
     async def generate(self, turn: Turn, job: Job) -> AsyncGenerator[GenerateChunk, None]:

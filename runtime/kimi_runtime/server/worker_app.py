@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from kimi_runtime.server.faults import error_body
 from kimi_runtime.server.metrics import CONTENT_TYPE, WorkerMetrics
 from kimi_runtime.server.stream import NDJSON, Streamed
 from kimi_runtime.spec.request import GenerateChunk, GenerateRequest, Sampling
+from kimi_runtime.spec.worker import LoadReport
 from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -29,6 +31,7 @@ MAX_BODY_BYTES = 64 * 2**20
 STALL_S = 60.0
 """A router that takes nothing for this long is gone. Longer than its own limit for clients."""
 FEED_INTERVAL_S = 0.02
+DRAIN_FILE_INTERVAL_S = 0.25
 PROBE_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -36,12 +39,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class WorkerServer:
-    """The adapter behind HTTP. `ready` turns true once a generation passed."""
+    """The adapter behind HTTP. `ready` turns true once a generation passed.
+
+    `leaving`: routers are asked to plan nothing more onto it; what they do send is served.
+    """
 
     adapter: Adapter
     call_keys: Sequence[bytes]
+    drain_file: Path | None = None
     pulse: Pulse = field(default_factory=Pulse)
     ready: bool = False
+    leaving: bool = False
     draining: bool = False
     obstacle: str = "no generation has passed yet"
     _guard: ReplayGuard = field(default_factory=ReplayGuard)
@@ -51,6 +59,20 @@ class WorkerServer:
         self.draining = True
         await self.adapter.drain(within_s=within_s)
         self.pulse.close()
+
+    def load(self) -> LoadReport:
+        """The adapter's report; draining also where the drain file says so."""
+        report = self.adapter.load()
+        return report.model_copy(update={"draining": True}) if self.leaving else report
+
+    async def watch_drain_file(self) -> None:
+        """Keep `leaving` true while the drain file is not empty, until cancelled."""
+        while self.drain_file is not None:
+            try:
+                self.leaving = bool(self.drain_file.read_bytes().strip())
+            except OSError:
+                self.leaving = False
+            await asyncio.sleep(DRAIN_FILE_INTERVAL_S)
 
     async def signed_body(self, request: Request) -> bytes:
         """The body of an internal call; Unauthorized unless it is signed with the call key."""
@@ -133,7 +155,7 @@ def worker_app(server: WorkerServer) -> FastAPI:
 
     async def load(request: Request) -> Response:
         await server.signed_body(request)
-        return _json(adapter.load().model_dump_json())
+        return _json(server.load().model_dump_json())
 
     async def feed(request: Request) -> Streamed:
         await server.signed_body(request)
@@ -185,13 +207,16 @@ def worker_app(server: WorkerServer) -> FastAPI:
 
 
 @asynccontextmanager
-async def serving(adapter: Adapter, call_keys: Sequence[bytes]) -> AsyncIterator[WorkerServer]:
+async def serving(
+    adapter: Adapter, call_keys: Sequence[bytes], drain_file: Path | None = None
+) -> AsyncIterator[WorkerServer]:
     """A worker's server with its background work, until the block ends."""
-    server = WorkerServer(adapter, call_keys)
+    server = WorkerServer(adapter, call_keys, drain_file)
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(server.watch_feed(), name="watch feed"),
             tasks.create_task(server.probe(), name="probe"),
+            tasks.create_task(server.watch_drain_file(), name="watch drain file"),
         ]
         try:
             yield server

@@ -81,6 +81,9 @@ class RouterSpec(SpecModel):
         30.0, description="A client that reads nothing for this long is dropped."
     )
     retries: NonNegativeInt = Field(2, description="Before the first token only.")
+    retry_window: Annotated[Seconds, Ge(0)] = Field(
+        10.0, description="A request that nobody can take while workers change waits this long."
+    )
     drain: Annotated[Seconds, Gt(0)] = Field(
         30.0, description="After SIGTERM, requests may run on for this long."
     )

@@ -70,6 +70,9 @@ class WorkerSpec(SpecModel):
     hand_off_lease: Annotated[Seconds, Gt(0)] = 30.0
     pull_deadline: Annotated[Seconds, Gt(0)] = 5.0
     drain: Annotated[Seconds, Gt(0)] = 10.0
+    drain_file: Path | None = Field(
+        None, description="While this file is not empty, routers are asked to leave the worker."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -48,7 +48,7 @@ def spec_of(folder, endpoints, **options):
         call_key=folder / "call.key",
         load_interval=0.02,
         thinking=False,
-        **options,
+        **({"retry_window": 0.0} | options),
     )
 
 

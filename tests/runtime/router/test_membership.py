@@ -37,7 +37,7 @@ def spec_of(folder: Path, **options):
         call_key=call_key_file(folder),
         load_interval=0.02,
         thinking=False,
-        **({"request_deadline": 20.0} | options),
+        **({"request_deadline": 20.0, "retry_window": 0.0} | options),
     )
 
 
