@@ -293,9 +293,19 @@ async def test_a_dma_buf_the_driver_can_t_take_is_refused_with_its_reason(decode
 
 async def test_an_unknown_device_or_address_names_what_is_there(decode):
     with pytest.raises(ConfigError, match=r"no RDMA device 'mlx5_9'; this host has rxe0"):
-        verbs.VerbsTransport("x", settings(device="mlx5_9"))
+        verbs.VerbsTransport("x", settings(devices=["mlx5_9"]))
     with pytest.raises(ConfigError, match=r"port 1 of rxe0 has no GID 200; it has .*roce-v2 10\."):
         verbs.VerbsTransport("x", settings(gid_index=200))
+    with pytest.raises(ConfigError, match=r"port 9 is not active on rxe0"):
+        verbs.VerbsTransport("x", settings(port=9))
+    with pytest.raises(ConfigError, match=r"port 1 of rxe0 has no partition at P_Key index 40"):
+        verbs.VerbsTransport("x", settings(pkey_index=40))
+
+
+async def test_the_first_device_that_is_there_is_used(decode):
+    transport = verbs.VerbsTransport("x", settings(devices=["mlx5_9", "rxe0"]))
+    assert transport.device.startswith("rxe0 ")
+    await transport.aclose()
 
 
 async def test_device_objects_and_threads_end_with_the_transport(prefill):

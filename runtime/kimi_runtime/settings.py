@@ -18,12 +18,17 @@ HOST_VARIABLE = "KIMISTACK_HOST"
 PORT_VARIABLE = "KIMISTACK_PORT"
 REVISION_VARIABLE = "KIMISTACK_REVISION"
 DRAIN_FILE_VARIABLE = "KIMISTACK_DRAIN_FILE"
+TRANSFER_ADDRESS_VARIABLE = "KIMISTACK_TRANSFER_ADDRESS"
+TRANSFER_PORT_VARIABLE = "KIMISTACK_TRANSFER_PORT"
 
 S = TypeVar("S", bound=BaseModel)
 
 
 class Settings(SpecModel):
-    """Overrides of a spec file's fields of the same names; None leaves them as they are."""
+    """Overrides of a spec file's fields of the same names; None leaves them as they are.
+
+    `transfer_address` and `transfer_port` are `advertised` and `port` of a worker's `network`.
+    """
 
     name: str | None = None
     log_level: str | None = None
@@ -31,13 +36,23 @@ class Settings(SpecModel):
     port: str | None = None
     revision: str | None = None
     drain_file: str | None = None
+    transfer_address: str | None = None
+    transfer_port: str | None = None
 
     def onto(self, spec: S) -> S:
         """The spec with the overrides, validated again (ValueError)."""
-        overrides = {key: value for key, value in self.model_dump().items() if value is not None}
+        overrides = self.model_dump(exclude_none=True)
         if not overrides:
             return spec
-        return type(spec).model_validate(spec.model_dump() | overrides)
+        fields = spec.model_dump()
+        network = {
+            field: overrides.pop(name)
+            for name, field in (("transfer_address", "advertised"), ("transfer_port", "port"))
+            if name in overrides
+        }
+        if network:
+            overrides["network"] = fields.get("network", {}) | network
+        return type(spec).model_validate(fields | overrides)
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -50,4 +65,6 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         port=variables.get(PORT_VARIABLE) or None,
         revision=variables.get(REVISION_VARIABLE) or None,
         drain_file=variables.get(DRAIN_FILE_VARIABLE) or None,
+        transfer_address=variables.get(TRANSFER_ADDRESS_VARIABLE) or None,
+        transfer_port=variables.get(TRANSFER_PORT_VARIABLE) or None,
     )

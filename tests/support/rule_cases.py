@@ -262,6 +262,17 @@ CASES = (
     ),
     RuleCase("by RDMA", _NODES, {**_NODES, "transfer": {"backend": "shm"}}),
     RuleCase("by RDMA", _NODES, {**_NODES, "rdma": {"allowTCP": True}}),
+    RuleCase("by RDMA", _NODES, {**_NODES, "transfer": {"backend": "tcp"}}),
+    RuleCase(
+        "verbs needs rdma.mode",
+        {**_NODES, "transfer": {"backend": "verbs"}, "rdma": {"allowTCP": True}},
+        {
+            **_NODES,
+            "transfer": {"backend": "verbs"},
+            "rdma": {"mode": "hostNetwork"},
+            "security": {"profile": "RDMA"},
+        },
+    ),
     RuleCase("different images", _IMAGES, {**_IMAGES, "rollout": {"allowMixedImages": True}}),
     RuleCase(
         "vllm needs the same tp",

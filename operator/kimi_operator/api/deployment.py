@@ -39,8 +39,13 @@ def _backend_fits(spec: "DeploymentSpec") -> bool:
 
 
 def _crosses_by_rdma(spec: "DeploymentSpec") -> bool:
-    fast = spec.rdma.mode != "none" or spec.rdma.allow_tcp or spec.transfer.backend == "shm"
-    return spec.prefill is None or fast or spec.may_change
+    chosen = spec.rdma.allow_tcp or spec.transfer.backend in ("shm", "tcp")
+    return spec.prefill is None or spec.rdma.mode != "none" or chosen or spec.may_change
+
+
+def _verbs_have_cards(spec: "DeploymentSpec") -> bool:
+    by_verbs = spec.prefill is not None and spec.transfer.backend == "verbs"
+    return not by_verbs or spec.rdma.mode != "none"
 
 
 def _images_agree(spec: "DeploymentSpec") -> bool:
@@ -168,12 +173,21 @@ class DeploymentSpec(ApiModel):
         ),
         Rule(
             "prefill and decode on different nodes hand KV over by RDMA: set rdma.mode, or accept "
-            "a slow hand-off with rdma.allowTCP: true",
+            "a slow hand-off with transfer.backend: tcp or rdma.allowTCP: true",
             _crosses_by_rdma,
             implies(
                 "has(self.prefill) && !has(self.preset)",
                 f"{_RDMA_MODE} != 'none' || {value_or('self.rdma.allowTCP', 'false')} || "
-                f"{value_or('self.transfer.backend', repr(''))} == 'shm'",
+                f"{value_or('self.transfer.backend', repr(''))} in ['shm', 'tcp']",
+            ),
+            field="rdma.mode",
+        ),
+        Rule(
+            "transfer.backend verbs needs rdma.mode: without it pods have no network card to use",
+            _verbs_have_cards,
+            implies(
+                f"has(self.prefill) && {value_or('self.transfer.backend', repr(''))} == 'verbs'",
+                f"{_RDMA_MODE} != 'none'",
             ),
             field="rdma.mode",
         ),

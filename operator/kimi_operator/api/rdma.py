@@ -12,12 +12,18 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class TransferPorts(ApiModel):
-    """Ports of the hand-off, for engines that take them."""
+    """Ports of the hand-off, for engines that take them.
+
+    On the host's network every instance has a block of ports of its own instead.
+    """
 
     bootstrap: Port = Field(8998, description="Where a prefill instance announces a hand-off.")
     handshake: Port = Field(6301, description="Where memory regions are exchanged.")
     notify: Port = Field(61005, description="Where a finished transfer is reported.")
     ping: Port = Field(36367, description="Where workers register with a router.")
+    transfer: Port = presettable(
+        8200, "Where an instance of engine kimistack hands KV over by tcp or verbs."
+    )
 
 
 class Transfer(ApiModel):
@@ -26,12 +32,15 @@ class Transfer(ApiModel):
     backend: Literal["verbs", "tcp", "shm", "mori", "mooncake"] | None = presettable(
         None,
         "verbs (RDMA), tcp or shm (one host) for engine kimistack, mori or mooncake for the "
-        "others; none: verbs, or tcp without RDMA, and mori for the others.",
+        "others; none: verbs (tcp with rdma.allowTCP and no rdma.mode), and mori for the others.",
     )
     mode: Literal["read", "write"] = Field(
         "read", description="Decode reads, or prefill writes. kimistack reads."
     )
     ports: TransferPorts = Field(TransferPorts(), description="For engines that take them.")
+    streams: Annotated[int, Field(ge=1, le=64)] = presettable(
+        4, "Connections of one hand-off by tcp, engine kimistack."
+    )
     extra: StringMap | None = Field(None, description="Passed to the engine's connector as is.")
 
 
@@ -54,6 +63,9 @@ class Rdma(ApiModel):
     devices: Annotated[tuple[Name, ...], Field(max_length=16)] = presettable(
         (), "Verbs devices to use, in rail order, e.g. rdma0; none: found in the pod."
     )
+    port: Annotated[int, Field(ge=1, le=255)] = presettable(
+        1, "Port of the card, engine kimistack."
+    )
     gid_index: Annotated[int, Field(ge=0, le=255)] | None = presettable(
         None, "RoCE v2 GID index, set on both legs; none: chosen by the transport."
     )
@@ -61,6 +73,12 @@ class Rdma(ApiModel):
         None, "Traffic class, e.g. 104."
     )
     service_level: Annotated[int, Field(ge=0, le=15)] | None = presettable(None, "Service level.")
+    pkey_index: Annotated[int, Field(ge=0, le=65535)] = presettable(
+        0, "Index of the partition in the port's P_Key table, engine kimistack."
+    )
+    queue_pairs: Annotated[int, Field(ge=1, le=64)] = presettable(
+        4, "Queue pairs of one hand-off, engine kimistack."
+    )
     dmabuf: bool = presettable(
         True, "Register GPU memory by dma-buf; false where a peer-memory module is loaded."
     )

@@ -147,7 +147,8 @@ def _settled(deployment: KimiDeployment) -> KimiDeployment:
     spec = deployment.spec
     transfer = spec.transfer
     if transfer.backend is None:
-        ours = "tcp" if spec.rdma.mode == "none" else "verbs"
+        no_cards = spec.rdma.mode == "none" and (spec.rdma.allow_tcp or spec.prefill is None)
+        ours = "tcp" if no_cards else "verbs"
         backend = ours if spec.engine == "kimistack" else "mori"
         transfer = transfer.model_copy(update={"backend": backend})
     model = spec.model

@@ -65,16 +65,12 @@ def _foreign(spec: DeploymentSpec) -> Obstacle:
 
 
 def _ours(spec: DeploymentSpec) -> list[Obstacle]:
-    found = []
-    if spec.prefill is not None and spec.transfer.backend != "shm":
-        found.append(
-            f"transfer.backend {spec.transfer.backend}: engine kimistack hands KV over through "
-            "the memory of one host; use shm, or decode alone"
+    return [
+        Obstacle(
+            "NotInThisVersion",
+            f"{name}.parallelism: engine kimistack runs as one process on one device, this takes "
+            f"{role.parallelism.gpus}",
         )
-    found += [
-        f"{name}.parallelism: engine kimistack runs as one process on one device, this takes "
-        f"{role.parallelism.gpus}"
         for name, role in spec.roles()
         if role.parallelism.gpus > 1
     ]
-    return [Obstacle("NotInThisVersion", message) for message in found]

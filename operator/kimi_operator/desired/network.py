@@ -61,19 +61,26 @@ def http_route(owner: Owner, spec: DeploymentSpec) -> Manifest | None:
 
 
 def policies(
-    owner: Owner, spec: DeploymentSpec, *, pool: bool, ports: set[int], on_host: bool
+    owner: Owner,
+    spec: DeploymentSpec,
+    *,
+    pool: bool,
+    ports: set[int],
+    transfer: set[int],
+    on_host: bool,
 ) -> list[Manifest]:
     """A NetworkPolicy per component whose pods have a network of their own.
 
-    `ports` are the engines' HTTP ports. `on_host`: engines are on the host's network, which no
-    policy covers and from which pods cannot be told apart.
+    `ports` are the engines' HTTP ports, `transfer` those where they hand KV over. `on_host`:
+    engines are on the host's network, which no policy covers and from which pods cannot be told
+    apart.
     """
     if spec.security.network_policy == "Disabled":
         return []
     engines = _peer(owner, "engine")
     found = [_router(owner, spec, engines, pool=pool, ports=ports, on_host=on_host)]
     if not on_host:
-        found.append(_engines(owner, spec, engines, ports=ports))
+        found.append(_engines(owner, spec, engines, ports=ports, transfer=transfer))
     if pool:
         # engines talk to their node's daemon through its socket, not through the network
         callers = [_peer(owner, "router"), _peer(owner, "umbp"), _scraper()]
@@ -105,17 +112,22 @@ def _router(
     return _policy(owner, router_name(owner.name), "router", ingress, out)
 
 
-def _engines(owner: Owner, spec: DeploymentSpec, engines: Rule, *, ports: set[int]) -> Manifest:
+def _engines(
+    owner: Owner, spec: DeploymentSpec, engines: Rule, *, ports: set[int], transfer: set[int]
+) -> Manifest:
     http = [_tcp(port) for port in sorted(ports)]
     callers = [_peer(owner, "router")]
+    # hand-off and collectives of other engines use ports of their own choice
+    between: Rule = {}
     if spec.engine == "kimistack":
         # its port asks for the call key, but for health and metrics; other engines' ask for none
         callers.append(_scraper())
-    # hand-off and collectives use ports of their own choice
-    ingress: list[Rule] = [{"from": [engines]}]
+        # KV is read at one port, and the ticket given back at the other
+        between = {"ports": [_tcp(port) for port in sorted(ports | transfer)]}
+    ingress: list[Rule] = [{"from": [engines], **between}]
     if http:
         ingress.append({"from": callers, "ports": http})
-    out = [_dns(), {"to": [engines]}]
+    out = [_dns(), {"to": [engines], **between}]
     if spec.model.source == "hf" or any(a.source == "hf" for a in spec.adapters):
         out.append(_hub())
     return _policy(owner, engine_name(owner.name), "engine", ingress, out)

@@ -8,6 +8,7 @@ from typing import Literal
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.desired.effective import Effective
+from kimi_operator.desired.engines.kimistack import transfer_network
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.umbp import ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
@@ -20,7 +21,13 @@ from kimi_runtime.spec.router import (
 )
 from kimi_runtime.spec.sizes import weight_bytes
 from kimi_runtime.spec.umbp import UmbpSpec
-from kimi_runtime.spec.worker import EngineLimits, FileWeights, RandomWeights, WorkerSpec
+from kimi_runtime.spec.worker import (
+    EngineLimits,
+    FileWeights,
+    RandomWeights,
+    TransferName,
+    WorkerSpec,
+)
 from kimi_runtime.spec.worker import Role as WorkerRole
 
 Kind = Literal["umbp", "worker", "router"]
@@ -113,9 +120,6 @@ def _check_can_run_here(spec: DeploymentSpec, places: Places) -> None:
         "engine": spec.engine != "kimistack" and f"{spec.engine} is not started here",
         "model.source": spec.model.source not in ("local", "hostPath", "random")
         and f"{spec.model.source} needs a cluster; download the model and use local",
-        "transfer.backend": spec.prefill is not None
-        and spec.transfer.backend != "shm"
-        and f"processes of one machine hand KV over by shm, not {spec.transfer.backend}",
         "kvPool.dram": spec.kv_pool.enabled
         and spec.kv_pool.dram is None
         and "is needed, e.g. 128MiB",
@@ -146,6 +150,7 @@ def _check_memory(spec: DeploymentSpec, machine: Machine) -> None:
         f"{_gib(weights)} of weights, {_gib(kv)} of KV, {_gib(pool)} of pool, "
         f"{_gib(PROCESS_BYTES * len(workers))} for {len(workers)} worker processes"
     )
+    shared_kv = kv if _transfer(spec) == "shm" else 0
     fix = "lower kvPool.dram, limits.kvMemory or replicas, or use a larger machine"
     total = weights + kv + pool + PROCESS_BYTES * len(workers)
     if total > machine.memory_bytes:
@@ -156,10 +161,10 @@ def _check_memory(spec: DeploymentSpec, machine: Machine) -> None:
             where="this machine's memory",
             fix=fix,
         )
-    if kv + pool > machine.shm_bytes:
+    if shared_kv + pool > machine.shm_bytes:
         raise CapacityError(
             "KV that processes share",
-            need=f"{_gib(kv + pool)} ({_gib(kv)} of KV, {_gib(pool)} of pool)",
+            need=f"{_gib(shared_kv + pool)} ({_gib(shared_kv)} of KV, {_gib(pool)} of pool)",
             have=f"{_gib(machine.shm_bytes)} free",
             where=machine.shm_path,
             fix=f"{fix}; or name a larger memory file system in KIMISTACK_SHM",
@@ -212,7 +217,9 @@ def _worker(
         run_dir=places.run_dir,
         call_key=places.call_key,
         umbp_socket=places.run_dir / f"{POOL}.sock" if uses_pool else None,
-        transfer="shm",
+        transfer=_transfer(spec),
+        # each listens on a port that is free when it starts, which its tickets name
+        network=transfer_network(spec).model_copy(update={"port": 0}),
         drain=role.drain.timeout,
         log_level=spec.observability.log_level,
     )
@@ -221,6 +228,17 @@ def _worker(
     return ProcessPlan(
         name, "worker", worker_role.value, worker, LOCAL_HOST, worker.port, start_s, stop_s
     )
+
+
+def _transfer(spec: DeploymentSpec) -> TransferName:
+    """How its workers hand KV over; a worker for both roles hands nothing over."""
+    if spec.prefill is None:
+        return "loopback"
+    match spec.transfer.backend:
+        case "tcp" | "verbs" as between_hosts:
+            return between_hosts
+        case _:  # other engines' are refused before
+            return "shm"
 
 
 def _weights(spec: DeploymentSpec) -> RandomWeights | FileWeights:

@@ -51,8 +51,9 @@ def revision_of(
 
     `previous` is the newest there is, `kept` are all there are, oldest first: a component whose
     fields say what they said when one of these was rendered is taken from it, so that only a
-    changed spec changes pods, and going back to an older spec goes back to its pods. Raises
-    ConfigError for what cannot be rendered.
+    changed spec changes pods, and going back to an older spec goes back to its pods. The roles
+    are taken together or not at all: they hand KV to each other, and a newer operator may render
+    the one so that it does not fit the other. Raises ConfigError for what cannot be rendered.
     """
     spec = effective.deployment.spec
     roles = [name for name, _ in spec.roles()]
@@ -60,12 +61,20 @@ def revision_of(
     if pool_roles(effective):
         components.append("umbp")
     before = [*([previous] if previous else []), *reversed(kept)]
+    inputs = {name: fingerprint(effective.written, name, roles) for name in components}
     templates: dict[str, Frozen] = {}
-    for component in components:
-        inputs = fingerprint(effective.written, component, roles)
-        parts = (one.templates.get(component) for one in before)
-        same = next((part for part in parts if part and part.inputs == inputs), None)
-        templates[component] = same or _frozen(effective, component, inputs)
+    for group in (roles, *([name] for name in components if name not in roles)):
+        kept_parts = ({name: one.templates.get(name) for name in group} for one in before)
+        same = next(
+            (
+                parts
+                for parts in kept_parts
+                if all(part and part.inputs == inputs[name] for name, part in parts.items())
+            ),
+            {},
+        )
+        for name in group:
+            templates[name] = same.get(name) or _frozen(effective, name, inputs[name])
     return named(templates, spec.image or "")
 
 
@@ -217,14 +226,19 @@ class _Rendering:
             for role in ROLES
             if role in self.update.templates
         )
-        ports = {ports_of(self.owner, part, i)["http"] for i, part in parts}
-        ports |= {
-            self.update.templates[role].ports["http"]
+        open_ports = [ports_of(self.owner, part, i) for i, part in parts]
+        open_ports += [
+            dict(self.update.templates[role].ports)
             for role in ROLES
             if role in self.update.templates and not on_host
-        }
+        ]
         wanted = network.policies(
-            self.owner, self.spec, pool=has_pool, ports=ports, on_host=on_host
+            self.owner,
+            self.spec,
+            pool=has_pool,
+            ports={ports["http"] for ports in open_ports},
+            transfer={ports["transfer"] for ports in open_ports if "transfer" in ports},
+            on_host=on_host,
         )
         if wanted and on_host:
             self._leave(

@@ -46,7 +46,9 @@ def ports_of(owner: Owner, part: Frozen, instance: InstanceId) -> dict[str, int]
     offset = int(digest_of([owner.namespace, owner.name])[:8], 16)
     slot = instance.index + (MAX_INSTANCES if instance.role == "decode" else 0)
     first = FIRST_HOST_PORT + (offset + slot) % _BLOCKS * BLOCK_PORTS
-    return {name: first + position for position, name in enumerate(part.ports)}
+    # not in the order of the mapping, which a stored revision does not keep
+    names = [name for name in PORT_VARIABLES if name in part.ports]
+    return {name: first + position for position, name in enumerate(names)}
 
 
 def instance_set(owner: Owner, revision: Revision, instance: InstanceId) -> Manifest:

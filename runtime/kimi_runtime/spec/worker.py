@@ -2,13 +2,16 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Gt
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.spec.transfer import TransferNetwork
 from kimi_runtime.units import Bytes, Seconds
+
+TransferName = Literal["shm", "loopback", "tcp", "verbs"]
 
 
 class Role(StrEnum):
@@ -63,7 +66,10 @@ class WorkerSpec(SpecModel):
     run_dir: Path = Field(description="Folder for sockets and shared memory; private to the user.")
     call_key: Path = Field(description="File with the deployment's call key.")
     umbp_socket: Path | None = Field(None, description="None: no pool.")
-    transfer: Literal["shm", "loopback", "tcp", "verbs"] = "shm"
+    transfer: TransferName = "shm"
+    network: TransferNetwork = Field(
+        TransferNetwork(), description="Of `tcp` and `verbs`; the others have none."
+    )
     revision: str = Field(
         "", description="Of the deployment: only workers of the same one are paired."
     )
@@ -74,6 +80,20 @@ class WorkerSpec(SpecModel):
         None, description="While this file is not empty, routers are asked to leave the worker."
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _listens_twice(self) -> Self:
+        if self.crosses_hosts and self.port and self.port == self.network.port:
+            raise ValueError(
+                f"network.port: {self.port} is the port of the worker's own HTTP face; KV transfers "
+                "need another one, or 0 for any that is free"
+            )
+        return self
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether KV is handed over through the network."""
+        return self.transfer in ("tcp", "verbs")
 
 
 class Capabilities(SpecModel):

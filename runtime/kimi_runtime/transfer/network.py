@@ -14,16 +14,18 @@ _BACKLOG = 256
 class RdmaSettings:
     """How `verbs` uses a network card.
 
-    `device` None: the first with an active port. `gid_index` None: the RoCE v2 address of IPv4.
-    `traffic_class` and `service_level` must match what the network does lossless; 0 is its default.
+    The first of `devices` (empty: of all) with an active port is used. `gid_index` None: the RoCE
+    v2 address of IPv4. `traffic_class` and `service_level` must match what the network does
+    lossless; 0 is its default. `pkey_index` names the partition in the port's table.
     `queue_pairs` per session, each with at most `send_depth` requests under way.
     """
 
-    device: str | None = None
+    devices: Sequence[str] = ()
     port: int = 1
     gid_index: int | None = None
     traffic_class: int = 0
     service_level: int = 0
+    pkey_index: int = 0
     queue_pairs: int = 4
     send_depth: int = 128
 

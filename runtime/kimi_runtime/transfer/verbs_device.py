@@ -131,6 +131,7 @@ class VerbsDevice:
             port = self._context.query_port(settings.port)
             device = self._context.query_device()
             self._domain = PD(self._context)
+        _require_partition(self._context, settings, where)
         self._roce = port.link_layer == e.IBV_LINK_LAYER_ETHERNET
         self.gid = choose_gid(_gids(self._context, settings.port), settings.gid_index, port=where)
         self.limits = Limits(
@@ -174,7 +175,7 @@ class VerbsDevice:
         with mapped("connecting a queue pair"):
             pair.modify(QPAttr(qp_state=e.IBV_QPS_RESET), e.IBV_QP_STATE)
             attr = QPAttr(qp_state=e.IBV_QPS_INIT, port_num=self._settings.port)
-            attr.qp_access_flags = access.value
+            attr.qp_access_flags, attr.pkey_index = access.value, self._settings.pkey_index
             pair.modify(attr, _TO_INIT)
             attr.qp_state = e.IBV_QPS_RTR
             attr.ah_attr = self._path(port)
@@ -253,17 +254,30 @@ def _opened(settings: RdmaSettings) -> tuple[Any, str]:
         names = []
     if not names:
         raise ConfigError("transfer: verbs needs an RDMA device, and this host has none; use tcp")
-    if settings.device is not None and settings.device not in names:
-        raise ConfigError(
-            f"there is no RDMA device {settings.device!r}; this host has {', '.join(names)}"
-        )
-    for name in names if settings.device is None else [settings.device]:
+    usable = [name for name in settings.devices if name in names] if settings.devices else names
+    if not usable:
+        wanted = " or ".join(repr(name) for name in settings.devices)
+        raise ConfigError(f"there is no RDMA device {wanted}; this host has {', '.join(names)}")
+    for name in usable:
         with mapped(f"opening {name}"):
             context = Context(name=name)
-            if context.query_port(settings.port).state == e.IBV_PORT_ACTIVE:
+            there = settings.port <= context.query_device().phys_port_cnt
+            if there and context.query_port(settings.port).state == e.IBV_PORT_ACTIVE:
                 return context, name
             context.close()
-    raise ConfigError(f"port {settings.port} is not active on {settings.device or names}")
+    raise ConfigError(f"port {settings.port} is not active on {' or '.join(usable)}")
+
+
+def _require_partition(context: Any, settings: RdmaSettings, where: str) -> None:
+    """Raise ConfigError unless the port's table has a partition at the wanted index."""
+    try:
+        found = context.query_pkey(settings.port, settings.pkey_index)
+    except PyverbsError:
+        found = 0
+    if not found:
+        raise ConfigError(
+            f"{where} has no partition at P_Key index {settings.pkey_index}; 0 is the default one"
+        )
 
 
 def _gids(context: Any, port: int) -> list[Gid]:

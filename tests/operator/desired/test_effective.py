@@ -108,7 +108,7 @@ def test_transfer_follows_rdma_and_the_engine():
         return effective({**K26, "image": "i", **more}).deployment.spec.transfer.backend
 
     rdma = {"mode": "hostNetwork"}
-    assert backend() == "tcp"
+    assert backend(rdma={"allowTCP": True}) == "tcp"
     assert backend(rdma=rdma, security={"profile": "RDMA"}) == "verbs"
     assert backend(engine="sglang") == "mori"
 

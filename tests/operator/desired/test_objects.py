@@ -26,12 +26,20 @@ from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.router import FleetSpec, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.spec.worker import WorkerSpec
 from render_cases import HOST_MODEL, K26, MULTUS, deployment
 
 NANO: dict[str, Any] = {"preset": "kimi-nano/cpu", "prefill": {}, "decode": {}}
+SHM: dict[str, Any] = {**NANO, "transfer": {"backend": "shm"}}
 BIG: dict[str, Any] = {
     "preset": K26,
     "model": HOST_MODEL,
+    "rdma": MULTUS,
+    "security": {"profile": "RDMA"},
+}
+VERBS: dict[str, Any] = {
+    **NANO,
+    "transfer": {"backend": "verbs"},
     "rdma": MULTUS,
     "security": {"profile": "RDMA"},
 }
@@ -152,11 +160,14 @@ def test_startup_may_take_as_long_as_the_spec_says_and_liveness_is_asked_for():
 
 def test_shared_memory_keeps_prefill_and_decode_on_one_host():
     for who in ("prefill", "decode"):
-        affinity = pods(result_of(NANO))[who]["affinity"]["podAffinity"]
+        affinity = pods(result_of(SHM))[who]["affinity"]["podAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert "podAffinity" not in pods(result_of(NANO))[who].get("affinity", {})
+    apart = {"decode": {"placement": {"spread": "host"}}}
     with pytest.raises(ConfigError, match="keeps instances apart"):
-        result_of({**NANO, "decode": {"placement": {"spread": "host"}}})
+        result_of({**SHM, **apart})
+    assert "podAntiAffinity" in pods(result_of({**NANO, **apart}))["decode"]["affinity"]
 
 
 def test_a_failed_check_excludes_a_node_and_a_required_one_must_have_passed():
@@ -244,11 +255,14 @@ def test_ports_variables_and_the_routers_file_agree_on_the_hosts_network():
     for name, manifest in of_kind(result.manifests, "StatefulSet").items():
         pod = manifest["spec"]["template"]["spec"]
         engine = pod["containers"][0]
-        (port,) = engine["ports"]
         env = {v["name"]: v.get("value") for v in engine["env"]}
         assert pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-        assert port["hostPort"] == port["containerPort"] == int(env["KIMISTACK_PORT"])
-        assert urls[f"{name}-0"] == f"http://{name}-0.{name}.llm.svc:{port['hostPort']}"
+        for port, variable in zip(
+            engine["ports"], ("KIMISTACK_PORT", "KIMISTACK_TRANSFER_PORT"), strict=True
+        ):
+            assert port["hostPort"] == port["containerPort"] == int(env[variable])
+        http = engine["ports"][0]["hostPort"]
+        assert urls[f"{name}-0"] == f"http://{name}-0.{name}.llm.svc:{http}"
     assert "no policy covers" in left_out(result)
     assert "kimi-engine" not in of_kind(result.manifests, "NetworkPolicy")
 
@@ -395,6 +409,78 @@ def test_an_engine_that_asks_for_no_key_is_not_opened_to_scrapers():
     for spec, opened in ((BIG, True), (FOREIGN, False)):
         policy = of_kind(result_of(spec).manifests, "NetworkPolicy")["kimi-engine"]
         assert ("prometheus" in json.dumps(policy)) is opened
+
+
+def test_engines_of_ours_reach_each_other_where_kv_is_read_and_given_back_alone():
+    cases = ((NANO, [8000, 8200]), (VERBS, [8000, 8200]), (SHM, [8000]), (FOREIGN, None))
+    for spec, ports in cases:
+        policy = of_kind(result_of(spec).manifests, "NetworkPolicy")["kimi-engine"]["spec"]
+        engines = {
+            "kimistack.dev/deployment": "kimi",
+            "app.kubernetes.io/component": "engine",
+        }
+        for rules, side in ((policy["ingress"], "from"), (policy["egress"], "to")):
+            (between,) = [
+                rule
+                for rule in rules
+                if rule.get(side) == [{"podSelector": {"matchLabels": engines}}]
+            ]
+            found = [port["port"] for port in between["ports"]] if "ports" in between else None
+            assert found == ports
+
+
+def test_a_port_that_is_chosen_for_hand_offs_is_named_everywhere():
+    result = result_of({**NANO, "transfer": {"ports": {"transfer": 9300}, "streams": 8}})
+    for manifest in of_kind(result.manifests, "StatefulSet").values():
+        (engine,) = manifest["spec"]["template"]["spec"]["containers"]
+        assert {p["name"]: p["containerPort"] for p in engine["ports"]}["transfer"] == 9300
+        service = of_kind(result.manifests, "Service")[manifest["metadata"]["name"]]
+        assert {p["name"]: p["targetPort"] for p in service["spec"]["ports"]}["transfer"] == 9300
+        variables = {v["name"]: v for v in engine["env"]}
+        assert variables["KIMISTACK_TRANSFER_PORT"]["value"] == "9300"
+        assert variables["KIMISTACK_TRANSFER_ADDRESS"]["value"] == "$(POD_IP)"
+        names = list(variables)
+        assert names.index("POD_IP") < names.index("KIMISTACK_TRANSFER_ADDRESS")
+    with pytest.raises(ConfigError, match=r"transfer\.ports\.transfer: 8000 is the engine's own"):
+        result_of({**NANO, "transfer": {"ports": {"transfer": 8000}}})
+
+
+@pytest.mark.parametrize("mode", ["multus", "devicePlugin", "hostNetwork", "hostDevice"])
+def test_verbs_of_ours_get_the_cards_of_every_mode_on_both_legs(mode: str):
+    modes = {
+        "multus": MULTUS,
+        "devicePlugin": {"mode": "devicePlugin", "resource": "rdma/hca"},
+        "hostNetwork": {"mode": "hostNetwork"},
+        "hostDevice": {"mode": "hostDevice", "devices": ["rdma0", "rdma1"]},
+    }
+    chosen = {"port": 2, "gidIndex": 3, "trafficClass": 104, "serviceLevel": 5, "pkeyIndex": 1}
+    spec = {
+        **VERBS,
+        "rdma": {**modes[mode], **chosen, "queuePairs": 8},
+        "security": {"profile": "Privileged"},
+    }
+    result = result_of(spec)
+    files = [
+        m["data"]["worker.json"]
+        for m in of_kind(result.manifests, "ConfigMap").values()
+        if "worker.json" in m["data"]
+    ]
+    assert len(files) == 2
+    for file in files:
+        worker = WorkerSpec.model_validate_json(file)
+        card = worker.network.rdma
+        assert worker.transfer == "verbs"
+        assert (card.port, card.gid_index, card.traffic_class) == (2, 3, 104)
+        assert (card.service_level, card.pkey_index, card.queue_pairs) == (5, 1, 8)
+        assert card.devices == tuple(modes[mode].get("devices", ()))
+    for who in ("prefill", "decode"):
+        pod = pods(result)[who]
+        limits = pod["containers"][0]["resources"]["limits"]
+        mounts = {m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+        assert pod.get("hostNetwork", False) is (mode != "multus")
+        assert ("/dev/infiniband" in mounts) is (mode in ("hostNetwork", "hostDevice"))
+        assert limits.get("amd.com/vnic") == ("1" if mode == "multus" else None)
+        assert limits.get("rdma/hca") == ("1" if mode == "devicePlugin" else None)
 
 
 def test_downloads_are_the_only_way_out():
@@ -569,10 +655,9 @@ def test_an_engine_without_adapter_is_rendered_and_says_so():
 def test_what_this_version_cannot_do_is_an_obstacle_with_the_way_out():
     reasons = [(one.reason, one.message) for one in result_of(BIG).obstacles]
     assert {reason for reason, _ in reasons} == {"NotInThisVersion"}
-    text = " ".join(message for _, message in reasons)
-    assert "use shm, or decode alone" in text
-    assert "this takes 4" in text
-    assert result_of(NANO).obstacles == ()
+    assert "this takes 4" in " ".join(message for _, message in reasons)
+    for spec in (NANO, SHM, VERBS):
+        assert result_of(spec).obstacles == ()
 
 
 def test_a_server_without_image_volumes_or_claims_is_an_obstacle():

@@ -147,7 +147,6 @@ def test_files_survive_their_own_json():
     [
         ({"engine": "vllm", "image": "i"}, "spec.engine: vllm is not started here"),
         ({"model": {"source": "hf", "id": "a/b"}, "image": "i"}, "spec.model.source: hf needs a"),
-        ({"transfer": {"backend": "tcp"}, "rdma": {"allowTCP": True}}, "by shm, not tcp"),
         ({"kvPool": {"ssd": {"path": "/s", "capacity": "1MiB"}}}, "spec.kvPool.ssd.capacity: an"),
         ({"router": {"apiKeysSecretRef": {"name": "a", "key": "b"}}}, "with --api-key-file"),
         ({"decode": {"replicas": 0}}, "spec.decode.replicas: at least 1"),
@@ -179,8 +178,26 @@ def test_memory_that_is_not_there_is_told_in_numbers():
 
 def test_shared_memory_that_is_not_there_names_where():
     small = Machine(memory_bytes=2**35, shm_bytes=2**28, shm_path="/dev/shm")
+    shared = {**NANO, "transfer": {"backend": "shm"}}
     with pytest.raises(CapacityError, match=r"but /dev/shm has 0\.25 GiB free; lower kvPool"):
-        planned(NANO, small)
+        planned(shared, small)
+    assert {worker.transfer for worker in workers(planned(shared))} == {"shm"}
+    assert {worker.transfer for worker in workers(planned(NANO, small))} == {"tcp"}
+
+
+def test_workers_hand_over_as_the_spec_says_each_at_a_port_that_is_free():
+    rdma = {"mode": "hostNetwork", "devices": ["rxe0"], "gidIndex": 1, "queuePairs": 2}
+    spec = {
+        **NANO,
+        "transfer": {"backend": "verbs"},
+        "rdma": rdma,
+        "security": {"profile": "RDMA"},
+    }
+    for worker in workers(planned(spec)):
+        assert (worker.transfer, worker.network.port) == ("verbs", 0)
+        card = worker.network.rdma
+        assert (card.devices, card.gid_index, card.queue_pairs) == (("rxe0",), 1, 2)
+    assert workers(planned({**NANO, "decode": {}}))[0].transfer == "loopback"
 
 
 def test_a_model_of_595_gb_is_refused_before_anything_starts():

@@ -1,5 +1,6 @@
 """What holds of everything that is rendered, whatever the deployment says."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_operator.desired.effective import Effective, resolve
+from kimi_operator.desired.engines.base import PORT_VARIABLES
 from kimi_operator.desired.labels import Owner
 from kimi_operator.desired.render import (
     Rendered,
@@ -22,6 +24,7 @@ from kimi_operator.desired.revision import (
     from_controller_revision,
     to_controller_revision,
 )
+from kimi_operator.desired.workers import ports_of
 from kimi_operator.observed import K8S_1_20, K8S_CURRENT, InstanceId, Manifest, ObjectKey
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
@@ -185,6 +188,48 @@ def test_a_revision_comes_back_from_its_controller_revision_as_it_went(spec: dic
 
 
 @few
+@given(
+    st.sampled_from(["shm", "tcp", "verbs"]),
+    st.sampled_from(sorted(RDMA)),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1024, 65535).filter(lambda port: port != 8000),
+)
+def test_ports_of_a_pod_and_of_a_host_never_collide(
+    backend: str, mode: str, prefill: int, decode: int, port: int
+):
+    if backend == "verbs" and mode == "none":
+        mode = "multus"
+    spec: dict[str, Any] = {
+        "preset": "kimi-nano/cpu",
+        "prefill": {"replicas": prefill},
+        "decode": {"replicas": decode},
+        "transfer": {"backend": backend, "ports": {"transfer": port}},
+        "rdma": RDMA[mode],
+        "security": {"profile": "Privileged"},
+    }
+    of_hosts: list[int] = []
+    for manifest in of_kind(rendered(spec), "StatefulSet"):
+        (engine,) = manifest["spec"]["template"]["spec"]["containers"]
+        numbers = [one["containerPort"] for one in engine["ports"]]
+        assert len(set(numbers)) == len(numbers) == (1 if backend == "shm" else 2)
+        variables = {v["name"]: v.get("value") for v in engine["env"]}
+        named = [int(variables[PORT_VARIABLES[one["name"]]]) for one in engine["ports"]]
+        assert named == numbers
+        of_hosts += [one["hostPort"] for one in engine["ports"] if "hostPort" in one]
+    assert len(set(of_hosts)) == len(of_hosts)
+
+
+def test_a_stored_revision_whose_ports_came_back_in_another_order_has_the_same_ports():
+    spec = {**NANO, "rdma": RDMA["hostNetwork"], "security": {"profile": "RDMA"}}
+    revision = revision_of(effective(spec))
+    owner, instance = Owner("kimi", "llm", UID), InstanceId("decode", revision.name, 0)
+    part = revision.role("decode")
+    turned = dataclasses.replace(part, ports=dict(reversed(part.ports.items())))
+    assert ports_of(owner, turned, instance) == ports_of(owner, part, instance)
+
+
+@few
 @given(specs())
 def test_pods_of_both_legs_have_the_same_rdma_wiring(spec: dict[str, Any]):
     spec = {**spec, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
@@ -309,6 +354,18 @@ def test_only_the_changed_component_is_rendered_anew():
     for component in ("prefill", "decode", "umbp"):
         assert now.templates[component] is old.templates[component]
     assert now.templates["router"] != old.templates["router"]
+
+
+def test_roles_are_kept_together_or_rendered_anew_together():
+    old = aged(revision_of(effective(NANO)))
+    change = {"decode": {"limits": {"maxRunning": 5}}}
+    now = revision_of(effective({**NANO, **change}), old)
+    assert (
+        now.templates["prefill"] == revision_of(effective({**NANO, **change})).templates["prefill"]
+    )
+    assert now.templates["prefill"] != old.templates["prefill"]
+    back = revision_of(effective(NANO), now, kept=[old, now])
+    assert all(back.templates[role] is old.templates[role] for role in ("prefill", "decode"))
 
 
 def test_going_back_to_an_older_spec_goes_back_to_its_pods():

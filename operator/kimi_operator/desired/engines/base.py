@@ -21,7 +21,9 @@ PORT_VARIABLES: Mapping[str, str] = {
     "handshake": "KIMISTACK_HANDSHAKE_PORT",
     "notify": "KIMISTACK_NOTIFY_PORT",
     "dist": "KIMISTACK_DIST_PORT",
+    "transfer": "KIMISTACK_TRANSFER_PORT",
 }
+"""In the order in which an instance on the host's network takes the ports of its block."""
 ADAPTERS_DIR = "/adapters"
 
 

@@ -2,7 +2,10 @@
 
 from pathlib import PurePosixPath
 
+from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.desired.engines.base import HTTP_PORT, Launch, Seat
+from kimi_runtime.errors import ConfigError
+from kimi_runtime.spec.transfer import RdmaCard, TransferNetwork
 from kimi_runtime.spec.worker import EngineLimits, FileWeights, RandomWeights, WorkerSpec
 from kimi_runtime.spec.worker import Role as WorkerRole
 
@@ -16,24 +19,39 @@ DEFAULT_KV_BYTES = 2**30
 
 
 def launch(seat: Seat) -> Launch:
-    """`kimistack worker`, its name, address, port and revision from the environment."""
+    """`kimistack worker`, its name, addresses, ports and revision from the environment."""
+    worker = worker_spec(seat)
+    ports = {"http": HTTP_PORT}
+    env = {
+        "KIMISTACK_NAME": "$(POD_NAME)",
+        "KIMISTACK_HOST": "$(POD_IP)",
+        "KIMISTACK_REVISION": "$(POD_REVISION)",
+    }
+    if worker.crosses_hosts:
+        ports["transfer"] = worker.network.port
+        env["KIMISTACK_TRANSFER_ADDRESS"] = "$(POD_IP)"
+    # a transfer within one host has no network, and says nothing of it
+    unused = None if worker.crosses_hosts else {"network"}
     return Launch(
         argv=("kimistack", "worker", "--spec", f"{CONFIG_DIR}/{WORKER_FILE}"),
         ready="/readyz",
         alive="/healthz",
-        ports={"http": HTTP_PORT},
-        env={
-            "KIMISTACK_NAME": "$(POD_NAME)",
-            "KIMISTACK_HOST": "$(POD_IP)",
-            "KIMISTACK_REVISION": "$(POD_REVISION)",
-        },
-        files={WORKER_FILE: worker_spec(seat).model_dump_json(indent=2) + "\n"},
+        ports=ports,
+        env=env,
+        files={WORKER_FILE: worker.model_dump_json(indent=2, exclude=unused) + "\n"},
     )
 
 
 def worker_spec(seat: Seat) -> WorkerSpec:
-    """The file of the role's pods; name, host, port and revision are overridden per pod."""
+    """The file of the role's pods; name, addresses, ports and revision are overridden per pod.
+
+    Raises ConfigError where the port of hand-offs is the engine's own.
+    """
     spec, role = seat.spec, seat.role
+    if spec.transfer.ports.transfer == HTTP_PORT:
+        raise ConfigError(
+            f"spec.transfer.ports.transfer: {HTTP_PORT} is the engine's own port; use another"
+        )
     run_dir = PurePosixPath(seat.run_dir)
     data = {
         "name": seat.role_name,
@@ -56,10 +74,29 @@ def worker_spec(seat: Seat) -> WorkerSpec:
         "umbp_socket": str(run_dir / POOL_SOCKET) if seat.uses_pool else None,
         # a worker for both roles hands nothing over
         "transfer": spec.transfer.backend if seat.disaggregated else "loopback",
+        "network": transfer_network(spec),
         "drain": role.drain.timeout,
         "log_level": spec.observability.log_level,
     }
     return WorkerSpec.model_validate(data)
+
+
+def transfer_network(spec: DeploymentSpec) -> TransferNetwork:
+    """How the deployment's workers meet across hosts; the port is that of a pod's own network."""
+    rdma = spec.rdma
+    return TransferNetwork(
+        port=spec.transfer.ports.transfer,
+        streams=spec.transfer.streams,
+        rdma=RdmaCard(
+            devices=rdma.devices,
+            port=rdma.port,
+            gid_index=rdma.gid_index,
+            traffic_class=rdma.traffic_class or 0,
+            service_level=rdma.service_level or 0,
+            pkey_index=rdma.pkey_index,
+            queue_pairs=rdma.queue_pairs,
+        ),
+    )
 
 
 def _weights(seat: Seat) -> RandomWeights | FileWeights:
