@@ -63,7 +63,8 @@ def revision_of(
     before = [*([previous] if previous else []), *reversed(kept)]
     inputs = {name: fingerprint(effective.written, name, roles) for name in components}
     templates: dict[str, Frozen] = {}
-    for group in (roles, *([name] for name in components if name not in roles)):
+    groups: list[list[str]] = [[*roles], *([name] for name in components if name not in roles)]
+    for group in groups:
         kept_parts = ({name: one.templates.get(name) for name in group} for one in before)
         same = next(
             (
