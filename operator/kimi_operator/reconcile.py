@@ -16,6 +16,7 @@ from kimi_operator.conditions import transitions
 from kimi_operator.decide import Decider, Decision, NotDecided
 from kimi_operator.desired.security import with_call_key
 from kimi_operator.events import event_of
+from kimi_operator.fleet_marks import fleet_patches
 from kimi_operator.instances import LoadReport, broken_pods, drain_patches, instance_views
 from kimi_operator.kube import Kube
 from kimi_operator.metrics import Metrics
@@ -212,6 +213,7 @@ class Reconciler:
         wrote += await self._mark_drains(decision, observed)
         wrote += await self._scale(decision, observed)
         wrote += await self._apply_all(memory, plan, decision.seeds, problems)
+        wrote += await self._merge_all(fleet_patches(observed.children, decision.wanted))
         for wanted in plan.deletes:
             await self._delete(key, wanted)
         for pod in broken_pods(observed.children):
@@ -266,7 +268,11 @@ class Reconciler:
 
     async def _mark_drains(self, decision: Decision, observed: Observed) -> int:
         stay = decision.facts.step.instances
-        patches = drain_patches(observed.children, decision.drain, stay, self.unix_s())
+        return await self._merge_all(
+            drain_patches(observed.children, decision.drain, stay, self.unix_s())
+        )
+
+    async def _merge_all(self, patches: Mapping[ObjectKey, Manifest]) -> int:
         for at, patch in patches.items():
             answer = await self.kube.merge(at, patch)
             if answer is not None:

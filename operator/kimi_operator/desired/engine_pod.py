@@ -246,7 +246,7 @@ class EnginePod:
                 devices=self._wiring.devices or self._shares_gpu,
             ),
             "volumeMounts": self._mounts(),
-            "lifecycle": pods.pause_before_stop(role.drain),
+            "lifecycle": pods.pause_before_stop(role.drain, told=self._own_image),
             **self._probes(),
         }
         if role.gpu.dra is not None and role.gpus_per_pod:
@@ -267,6 +267,8 @@ class EnginePod:
         identity = pods.identity()
         if self._own_image:
             identity.append(pods.revision_variable())
+            drain_file = f"{pods.DRAIN_DIR}/{pods.DRAIN_FILE}"
+            identity.append({"name": "KIMISTACK_DRAIN_FILE", "value": drain_file})
         user = [v.model_dump(mode="json", exclude_none=True) for v in self.role.env]
         where = f"spec.{self.name}.env"
         return pods.variables([*identity, *ports], generated, user, where)
@@ -298,6 +300,7 @@ class EnginePod:
         volumes = [pods.shared_memory(self.role.resources.shm), pods.scratch("cache")]
         if self._own_image:
             volumes += [pods.scratch("tmp"), security.call_key_volume(self._owner.name)]
+            volumes.append(pods.drain_volume())
             if self._on_host:
                 path = pods.host_folder(self._owner, self._spec)
                 folder = {"path": path, "type": "DirectoryOrCreate"}
@@ -322,6 +325,7 @@ class EnginePod:
             mounts += [
                 {"name": "tmp", "mountPath": "/tmp"},
                 {"name": "call-key", "mountPath": security.CALL_KEY_DIR, "readOnly": True},
+                {"name": "drain", "mountPath": pods.DRAIN_DIR, "readOnly": True},
                 {"name": "run", "mountPath": RUN_DIR},
             ]
         if self._launch.files:

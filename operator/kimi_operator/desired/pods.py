@@ -6,7 +6,7 @@ from typing import Any
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.pods import Drain, Resources
 from kimi_operator.desired.labels import Component, Owner, metadata_of
-from kimi_operator.observed import REVISION_LABEL, Manifest
+from kimi_operator.observed import DRAINING_LABEL, REVISION_LABEL, Manifest
 from kimi_runtime.errors import ConfigError
 
 RUNTIME_IMAGE = "kimistack/runtime:0.1.0"
@@ -15,6 +15,7 @@ RESERVED_VARIABLES = ("KIMISTACK_", "POD_", "NODE_NAME")
 """Beginnings of variables that say who and where a pod is; nobody else sets them."""
 CACHE_DIR = "/var/cache/engine"
 CONFIG_DIR = "/etc/kimistack"
+DRAIN_DIR, DRAIN_FILE = "/etc/kimistack-drain", "draining"
 
 
 def runtime_image(spec: DeploymentSpec) -> str:
@@ -103,9 +104,24 @@ def config_map(
     }
 
 
-def pause_before_stop(drain: Drain) -> Manifest:
-    """Lifecycle of a container that goes on serving until nobody plans onto it any more."""
-    return {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"sleep {drain.pre_stop:g}"]}}}
+def pause_before_stop(drain: Drain, *, told: bool = False) -> Manifest:
+    """Lifecycle of a container that goes on serving until nobody plans onto it any more.
+
+    `told`: it has a drain file, which the operator lets the kubelet write long before it deletes
+    the pod; then routers have left already.
+    """
+    wait = f"sleep {drain.pre_stop:g}"
+    script = f"test -s {DRAIN_DIR}/{DRAIN_FILE} || {wait}" if told else wait
+    return {"preStop": {"exec": {"command": ["/bin/sh", "-c", script]}}}
+
+
+def drain_volume() -> Manifest:
+    """Volume `drain`: a file that has a text while the pod carries the mark of a drain.
+
+    The kubelet writes it as soon as it hears of the mark, where a ConfigMap takes up to a minute.
+    """
+    mark = {"fieldPath": f"metadata.labels['{DRAINING_LABEL}']"}
+    return {"name": "drain", "downwardAPI": {"items": [{"path": DRAIN_FILE, "fieldRef": mark}]}}
 
 
 def http_probe(path: str, *, period_s: float, timeout_s: float, failures: int) -> Manifest:

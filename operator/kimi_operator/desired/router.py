@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kimi_operator.desired import pods, security, weights
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE
+from kimi_operator.desired.files import spec_file
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, digest_of, router_name
@@ -78,7 +79,7 @@ def _spec_file(effective: Effective, vocabulary: str | None) -> str:
         "drain": DRAIN_S,
         "log_level": spec.observability.log_level,
     }
-    return RouterSpec.model_validate(data).model_dump_json(indent=2) + "\n"
+    return spec_file(RouterSpec.model_validate(data))
 
 
 def _pod(

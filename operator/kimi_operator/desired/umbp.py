@@ -9,6 +9,7 @@ from kimi_operator.desired import pods, security
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engine_pod import RUN_DIR, own_folder, uses_pool
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE, POOL_ARENA, POOL_SOCKET
+from kimi_operator.desired.files import spec_file
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, pool_name
 from kimi_operator.desired.placement import place_pool
@@ -77,7 +78,7 @@ def _spec_file(spec: DeploymentSpec) -> str:
         "call_key": CALL_KEY_FILE,
         "log_level": spec.observability.log_level,
     }
-    return UmbpSpec.model_validate(data).model_dump_json(indent=2) + "\n"
+    return spec_file(UmbpSpec.model_validate(data))
 
 
 def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:

@@ -24,7 +24,8 @@ from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 
 MIN_CALL_S = 1.0
 """A busy worker may answer late; below this a late answer says nothing."""
-FAILURES_UNTIL_LOST = 2
+FAILURES_UNTIL_LOST = 4
+"""About 5 s of silence: a worker that computes on the same cores may be late more than once."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 

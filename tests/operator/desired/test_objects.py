@@ -21,7 +21,14 @@ from kimi_operator.desired.render import (
 )
 from kimi_operator.desired.security import call_key_secret, with_call_key
 from kimi_operator.desired.workers import FIRST_HOST_PORT, LAST_HOST_PORT, ports_of
-from kimi_operator.observed import K8S_1_20, K8S_CURRENT, Capabilities, InstanceId, Manifest
+from kimi_operator.observed import (
+    DRAINING_LABEL,
+    K8S_1_20,
+    K8S_CURRENT,
+    Capabilities,
+    InstanceId,
+    Manifest,
+)
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.router import FleetSpec, RouterSpec
@@ -145,7 +152,25 @@ def test_grace_is_the_sum_of_the_drain_and_at_least_two_minutes():
     assert found["decode"]["terminationGracePeriodSeconds"] == 360
     assert found["prefill"]["terminationGracePeriodSeconds"] == 120
     wait = found["decode"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert wait[-1] == "sleep 20"
+    assert wait[-1] == "test -s /etc/kimistack-drain/draining || sleep 20"
+
+
+def test_an_engine_hears_of_its_drain_from_its_own_pod():
+    pod = pods(result_of(NANO))["decode"]
+    engine = pod["containers"][0]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "drain"]
+    (item,) = volume["downwardAPI"]["items"]
+    assert item["fieldRef"]["fieldPath"] == f"metadata.labels['{DRAINING_LABEL}']"
+    (mount,) = [m for m in engine["volumeMounts"] if m["name"] == "drain"]
+    variables = {v["name"]: v.get("value") for v in engine["env"]}
+    assert variables["KIMISTACK_DRAIN_FILE"] == f"{mount['mountPath']}/{item['path']}"
+
+
+def test_processes_are_given_no_field_that_an_older_image_may_not_know():
+    files = of_kind(result_of(NANO).manifests, "ConfigMap").values()
+    text = " ".join(content for config in files for content in config["data"].values())
+    assert "retry_window" not in text
+    assert "drain_file" not in text
 
 
 def test_startup_may_take_as_long_as_the_spec_says_and_liveness_is_asked_for():

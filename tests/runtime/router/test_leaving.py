@@ -97,9 +97,11 @@ async def test_a_request_that_nobody_can_take_waits_for_the_worker_that_comes(tm
     ):
         waiting = tasks.create_task(http.post(CHAT, json=body(0)))
         await until(lambda: router.admission.in_flight == 1)
-        async with running_worker(Part("w", hello, port=port), spec.call_key):
-            async with await waiting as answer:
-                assert answer.status == 200
+        async with (
+            running_worker(Part("w", hello, port=port), spec.call_key),
+            await waiting as answer,
+        ):
+            assert answer.status == 200
 
 
 async def test_a_request_that_no_worker_will_ever_take_is_refused_at_once(tmp_path):

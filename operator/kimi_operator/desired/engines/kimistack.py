@@ -4,6 +4,7 @@ from pathlib import PurePosixPath
 
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.desired.engines.base import HTTP_PORT, Launch, Seat
+from kimi_operator.desired.files import spec_file
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.transfer import RdmaCard, TransferNetwork
 from kimi_runtime.spec.worker import EngineLimits, FileWeights, RandomWeights, WorkerSpec
@@ -31,14 +32,14 @@ def launch(seat: Seat) -> Launch:
         ports["transfer"] = worker.network.port
         env["KIMISTACK_TRANSFER_ADDRESS"] = "$(POD_IP)"
     # a transfer within one host has no network, and says nothing of it
-    unused = None if worker.crosses_hosts else {"network"}
+    unused = frozenset() if worker.crosses_hosts else {"network"}
     return Launch(
         argv=("kimistack", "worker", "--spec", f"{CONFIG_DIR}/{WORKER_FILE}"),
         ready="/readyz",
         alive="/healthz",
         ports=ports,
         env=env,
-        files={WORKER_FILE: worker.model_dump_json(indent=2, exclude=unused) + "\n"},
+        files={WORKER_FILE: spec_file(worker, without=unused)},
     )
 
 
