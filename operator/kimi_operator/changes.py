@@ -140,7 +140,7 @@ def is_owned(child: Mapping[str, Any], owner_uid: str) -> bool:
 
 def fingerprint(child: Mapping[str, Any]) -> str:
     """What we own of an object, and under which hash, as one comparable text."""
-    return json.dumps([_applied_hash(child), _owned_fields(child)], sort_keys=True)
+    return json.dumps([_applied_hash(child), owned_fields(child)], sort_keys=True)
 
 
 def _reason(
@@ -150,7 +150,7 @@ def _reason(
         return "change"
     if settled is not None and settled == fingerprint(child):
         return None
-    owned = _owned_fields(child)
+    owned = owned_fields(child)
     return None if owned and owns(owned, applied_fields(manifest)) else "drift"
 
 
@@ -164,7 +164,7 @@ def applied_fields(manifest: Manifest) -> Manifest:
     return {**{k: v for k, v in manifest.items() if k not in _IDENTITY}, "metadata": metadata}
 
 
-def _owned_fields(child: Mapping[str, Any]) -> Mapping[str, Any]:
+def owned_fields(child: Mapping[str, Any]) -> Mapping[str, Any]:
     """`fieldsV1` of our own applies to the object; empty if we own nothing of it."""
     for entry in child["metadata"].get("managedFields", ()):
         ours = entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply"

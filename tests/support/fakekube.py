@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ssa
+from kimi_operator.api import defaults
 from kimi_operator.changes import FIELD_MANAGER
 from kimi_operator.kube import SEED_MANAGER
 from kimi_operator.observed import K8S_CURRENT, Capabilities, Manifest, ObjectKey
@@ -301,6 +302,8 @@ class FakeKube:
         self._tell("DELETED", gone)
 
     def _store(self, key: ObjectKey, new: Manifest) -> Manifest:
+        if key.kind == "KimiDeployment":
+            new = defaults.stored(new)
         live = self.objects.get(key)
         metadata = new["metadata"]
         metadata["uid"] = live["metadata"]["uid"] if live else f"uid-{self._next_version()}"

@@ -1,0 +1,234 @@
+"""What a spec would change in a cluster, before anything is written. Pure.
+
+The same decision that a pass of the operator makes is rolled forward to the end of the rollout:
+`changes` is the way from the objects there are to those that are there then, `stages` the passes
+in between.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kimi_operator.api.base import API_VERSION
+from kimi_operator.api.defaults import stored
+from kimi_operator.api.deployment import DeploymentSpec, KimiDeployment
+from kimi_operator.api.load import validated
+from kimi_operator.changes import Changes, changes
+from kimi_operator.conditions import Condition
+from kimi_operator.decide import (
+    NotDecided,
+    Prospect,
+    as_not_decided,
+    decided,
+    effective_of,
+    prospect_of,
+)
+from kimi_operator.desired.effective import GetPreset
+from kimi_operator.field_changes import FieldChange, differences, field_changes, value_changes
+from kimi_operator.observed import InstanceId, Manifest, ObjectKey, Observed
+from kimi_operator.presets.preset import load_preset
+from kimi_operator.rollout import Stage, Step, all_steps, next_step
+from kimi_operator.scaling import History
+from kimi_operator.verdicts import conditions_of
+
+TOLD = ("NodesEligible", "FullySupported")
+"""Conditions that can be told of a spec before it runs."""
+
+
+@dataclass(frozen=True)
+class ObjectChange:
+    """One object. `repair`: somebody changed what is ours of it."""
+
+    action: Literal["create", "change", "repair", "delete"]
+    key: ObjectKey
+    fields: tuple[FieldChange, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a spec is refused, as the condition of the resource would say it."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What applying a spec leads to.
+
+    `spec` are the changed fields of the KimiDeployment itself; `once` are objects made by creation
+    alone and never read. `outage` names an interruption that the rollout needs, `waits` what it
+    stops at before it is done. `warnings` are conditions that would not hold. `refusal`: nothing
+    of the spec would be brought about.
+    """
+
+    namespace: str
+    name: str
+    exists: bool
+    spec: tuple[FieldChange, ...] = ()
+    changes: tuple[ObjectChange, ...] = ()
+    once: tuple[ObjectKey, ...] = ()
+    taken: tuple[ObjectKey, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    current_revision: str | None = None
+    update_revision: str | None = None
+    outage: str | None = None
+    waits: str | None = None
+    warnings: tuple[Condition, ...] = ()
+    refusal: Refusal | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing would change."""
+        return not (self.spec or self.changes or self.refusal or self.taken or not self.exists)
+
+
+def resource_of(deployment: KimiDeployment, namespace: str, live: Manifest | None) -> Manifest:
+    """The resource as applying the deployment would write it, over the one there is."""
+    resource: dict[str, Any] = {
+        "apiVersion": API_VERSION,
+        "kind": "KimiDeployment",
+        "metadata": {
+            "name": deployment.name,
+            "namespace": namespace,
+            "labels": dict(deployment.metadata.labels),
+            "annotations": dict(deployment.metadata.annotations),
+            "generation": 1,
+        },
+        "spec": deployment.written(),
+    }
+    if live is not None:
+        metadata = live["metadata"]
+        there = {name: metadata[name] for name in ("uid", "generation") if name in metadata}
+        # kubectl's apply leaves what others annotated
+        theirs = {**metadata.get("annotations", {}), **resource["metadata"]["annotations"]}
+        resource["metadata"] = {**resource["metadata"], **there, "annotations": theirs}
+    return resource
+
+
+def plan_of(
+    resource: Manifest,
+    live: Manifest | None,
+    observed: Observed,
+    now_s: float,
+    *,
+    taken: Collection[ObjectKey] = (),
+    get_preset: GetPreset = load_preset,
+) -> Plan:
+    """The plan for a resource (`resource_of`), with `live` as it is now.
+
+    `taken` are names of objects to be created that others have already.
+    """
+    metadata = resource["metadata"]
+    plan = Plan(metadata["namespace"], metadata["name"], live is not None)
+    if live is not None:
+        plan = replace(plan, spec=_spec_changes(resource, live))
+    try:
+        with as_not_decided():
+            if live is not None:
+                _check_update(resource, live)
+            effective = effective_of(stored(resource), get_preset)
+            prospect = prospect_of(effective, observed, History(), now_s)
+            return _planned(plan, prospect, metadata.get("uid", ""), now_s, taken)
+    except NotDecided as exc:
+        return replace(plan, refusal=Refusal(exc.reason, str(exc)))
+
+
+def wanted_keys(plan: Plan) -> tuple[ObjectKey, ...]:
+    """Names of the objects to be created, which somebody else's object may have."""
+    return tuple(change.key for change in plan.changes if change.action == "create")
+
+
+def _spec_changes(resource: Manifest, live: Manifest) -> tuple[FieldChange, ...]:
+    """Only what differs in meaning: a default that is written out is no change."""
+    before, after = ({"spec": _plain(stored(one))} for one in (live, resource))
+    written = {"spec": _plain(resource)}
+    gone = [change for change in value_changes(before, after) if change.after is None]
+    return (*differences(written, before), *gone)
+
+
+def _plain(resource: Mapping[str, Any]) -> dict[str, Any]:
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": "KimiDeployment",
+        "metadata": {"name": resource["metadata"]["name"]},
+        "spec": resource["spec"],
+    }
+    with as_not_decided():
+        return validated(document, resource["metadata"]["name"]).written()
+
+
+def _check_update(resource: Manifest, live: Manifest) -> None:
+    """Raise NotDecided for a change that the API server refuses."""
+    name = resource["metadata"]["name"]
+    if "deletionTimestamp" in live["metadata"]:
+        raise NotDecided("Deleting", f"{name} is being deleted; apply it once it is gone")
+    documents = ({**one, "metadata": {"name": name}} for one in (live, resource))
+    old, new = (
+        validated({k: v for k, v in document.items() if k != "status"}, name).spec
+        for document in documents
+    )
+    for rule in DeploymentSpec.update_rules:
+        if not rule.holds(old, new):
+            raise NotDecided("InvalidSpec", f"{name}: spec: {rule.message}")
+
+
+def _planned(
+    plan: Plan, prospect: Prospect, uid: str, now_s: float, taken: Collection[ObjectKey]
+) -> Plan:
+    observed, counts = prospect.observed, prospect.counts.by_role
+    first = next_step(prospect.view, observed.instances, prospect.revisions, counts, now_s)
+    decision = decided(prospect, _at_the_end(prospect, first, now_s))
+    conditions = conditions_of(replace(decision.facts, step=first), None, None)
+    plan = replace(
+        plan,
+        current_revision=first.serving_revision if observed.instances else None,
+        update_revision=first.target_revision,
+        warnings=tuple(c for c in conditions if c.type in TOLD and c.holds is False),
+    )
+    if decision.hands_off:
+        return replace(plan, waits="spec.suspend is Reconcile: nothing is changed")
+    stages = all_steps(prospect.view, observed.instances, prospect.revisions, counts, now_s)
+    difference = changes(decision.wanted, observed.children, uid, kept=decision.kept)
+    return replace(
+        plan,
+        changes=_object_changes(difference, observed.children),
+        once=tuple(map(ObjectKey.of, decision.once)) if not plan.exists else (),
+        taken=tuple(sorted({*difference.foreign, *taken})),
+        stages=stages,
+        outage=next((stage.outage for stage in stages if stage.outage), None),
+        waits=None if stages[-1].done else stages[-1].waiting_for,
+    )
+
+
+def _at_the_end(prospect: Prospect, first: Step, now_s: float) -> Step:
+    """The step that leaves nothing to do: what a person is waited for is taken as said."""
+    view = replace(prospect.view, allow_outage=True, paused=False, canary=None)
+    there = prospect.observed.instances
+    left: set[InstanceId] = {i.id for i in there if not (i.terminating or i.draining)}
+    for stage in all_steps(view, there, prospect.revisions, prospect.counts.by_role, now_s):
+        left = (left | set(stage.created) | set(stage.kept_again)) - set(stage.drained)
+    return replace(
+        first,
+        instances=frozenset(left),
+        drain=frozenset(),
+        serving_revision=first.target_revision,
+        routed=frozenset({first.target_revision}),
+        done=True,
+        failed=None,
+    )
+
+
+def _object_changes(
+    difference: Changes, children: Mapping[ObjectKey, Manifest]
+) -> tuple[ObjectChange, ...]:
+    found: list[ObjectChange] = []
+    for apply in difference.applies:
+        if apply.reason == "create":
+            found.append(ObjectChange("create", apply.key))
+            continue
+        fields = field_changes(apply.manifest, children[apply.key])
+        action: Literal["change", "repair"] = "change" if apply.reason == "change" else "repair"
+        found.append(ObjectChange(action, apply.key, fields))
+    found += [ObjectChange("delete", delete.key) for delete in difference.deletes]
+    return tuple(found)
