@@ -89,6 +89,14 @@ class Unavailable(KimistackError):
     type = "service_unavailable"
 
 
+class StillStarting(Unavailable):
+    """Nothing ran when the request came, and what is being started took too long (HTTP 503)."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class WorkerFailed(Unavailable):
     """A worker can't be reached, broke off its answer or sent nonsense: another one may serve."""
 

@@ -65,9 +65,13 @@ class PeerClient:
         """`GET /info`."""
         return await self._get("/info", WorkerInfo, within_s)
 
-    async def load(self, *, within_s: float) -> LoadReport:
-        """`GET /load`."""
-        return await self._get("/load", LoadReport, within_s)
+    async def load(self, *, within_s: float, heard: tuple[int, int] | None = None) -> LoadReport:
+        """`GET /load`. `heard` is epoch and number of the newest report that arrived here.
+
+        It renews the worker's lease, which must not rest on answers that nobody receives.
+        """
+        newest = "none" if heard is None else f"{heard[0]}.{heard[1]}"
+        return await self._get(f"/load?heard={newest}", LoadReport, within_s)
 
     async def release(self, ticket: str, *, trace_id: str) -> None:
         """`POST /handoff/{ticket}/release`: the hand-off's blocks are free again."""

@@ -8,6 +8,7 @@ a new epoch has restarted and is asked anew what it is.
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ FAILURES_UNTIL_LOST = 4
 """About 5 s of silence: a worker that computes on the same cores may be late more than once."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+REMEMBERED_ANSWERS = 10_000
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ class Member:
     draining: bool = False
     """As its last report said."""
     failures: int = 0
+    heard: tuple[int, int] | None = None
+    """Epoch and number of its newest report."""
+    answered_s: float | None = None
+    """When that arrived."""
     left_s: float | None = None
     """Since when nothing new goes there, because the worker was taken off the list."""
 
@@ -70,6 +76,10 @@ class Fleet:
         self._load_interval_s, self._changed = load_interval_s, changed
         self._call_s = max(MIN_CALL_S, 5 * load_interval_s)
         self._next = asyncio.Event()
+        self.answered: OrderedDict[str, float] = OrderedDict()
+        """When each worker, dropped ones included, gave its last answer; the oldest first."""
+        self.forgotten_s = float("-inf")
+        """Answers up to then are not all in `answered`."""
 
     def __getitem__(self, name: str) -> Member:
         """The worker of that name."""
@@ -173,7 +183,7 @@ class Fleet:
 
     async def _meet(self, member: Member) -> None:
         info = await member.client.info(within_s=self._call_s)
-        report = await member.client.load(within_s=self._call_s)
+        report = await self._heard(member)
         if report.epoch != info.epoch:
             raise WorkerFailed(f"{member.name} restarted while it was asked what it is")
         refusal = self._misfit(member, info)
@@ -189,13 +199,23 @@ class Fleet:
             self._tell()
 
     async def _poll(self, member: Member) -> None:
-        report = await member.client.load(within_s=self._call_s)
+        report = await self._heard(member)
         if member.info is None or report.epoch != member.info.epoch:
             self._lose(member, "it restarted")
             member.client.abort_streams()
             await self._meet(member)
             return
         self._take(member, report)
+
+    async def _heard(self, member: Member) -> LoadReport:
+        """The worker's report, with word of the one before; noted as its newest sign of life."""
+        report = await member.client.load(within_s=self._call_s, heard=member.heard)
+        member.heard, member.answered_s = (report.epoch, report.seq), clock.now_s()
+        self.answered[member.name] = member.answered_s
+        self.answered.move_to_end(member.name)
+        while len(self.answered) > REMEMBERED_ANSWERS:
+            self.forgotten_s = self.answered.popitem(last=False)[1]
+        return report
 
     def _take(self, member: Member, report: LoadReport) -> None:
         self._ledger.report(member.name, report, now_s=clock.now_s())

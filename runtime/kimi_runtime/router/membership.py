@@ -37,8 +37,13 @@ class Membership:
         client: Callable[[str, str], PeerClient],
         *,
         linger_s: float,
+        told: Callable[[FleetSpec], None] = lambda _: None,
     ) -> None:
-        """`linger_s`: the longest a request that was sent to a worker may need it."""
+        """`linger_s`: the longest a request that was sent to a worker may need it.
+
+        `told` hears of every file that was taken, after its workers and pools were.
+        """
+        self._told = told
         self._fleet, self._feeds, self._ledger, self._group = fleet, feeds, ledger, tasks
         self._client, self._linger_s = client, linger_s
         self._workers: dict[str, WorkerEndpoint] = {}
@@ -96,6 +101,7 @@ class Membership:
             return
         self._said = ""
         self.update(spec, now_s=clock.now_s())
+        self._told(spec)
         counts = {"workers": len(spec.workers), "pools": len(spec.pools)}
         _log.info("fleet changed", extra={"fields": counts})
 

@@ -15,8 +15,11 @@ _log = logging.getLogger(__name__)
 class Readiness:
     """Probes once there is a worker until one passes, and again whenever the workers change."""
 
-    def __init__(self, probe: Callable[[], Awaitable[None]]) -> None:
-        self._probe = probe
+    def __init__(
+        self, probe: Callable[[], Awaitable[None]], changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`changed` is called after every probe, whatever came of it."""
+        self._probe, self._changed = probe, changed
         self._wanted = asyncio.Event()
         self.obstacle: str | None = "no generation has passed yet"
         """None: ready. Otherwise why not."""
@@ -35,6 +38,7 @@ class Readiness:
                 await self._probe()
             except KimistackError as exc:
                 self._failed(str(exc))
+                self._changed()
                 await self._pause()
                 self._wanted.set()
                 continue
@@ -42,6 +46,7 @@ class Readiness:
                 _log.info("ready: a generation passed through the whole path")
             self.obstacle = None
             self.passed += 1
+            self._changed()
 
     def _failed(self, why: str) -> None:
         if self.obstacle != why:

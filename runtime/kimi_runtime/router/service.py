@@ -16,12 +16,15 @@ from kimi_runtime.router.dispatch import Dispatcher, Job
 from kimi_runtime.router.follow import Feeds
 from kimi_runtime.router.ledger import Ledger
 from kimi_runtime.router.membership import Membership
+from kimi_runtime.router.observations import Observations
+from kimi_runtime.router.parking import Parking
 from kimi_runtime.router.policies import open_policy
 from kimi_runtime.router.readiness import Readiness
 from kimi_runtime.router.sessions import Sessions, Turn
 from kimi_runtime.router.view import WorkerView
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, Grammar, Sampling
 from kimi_runtime.spec.router import RouterSpec
+from kimi_runtime.spec.signals import RouterSignals
 from kimi_runtime.umbp.keys import pool_key_of
 
 STALE_INTERVALS = 5
@@ -50,7 +53,7 @@ class Router:
         interval_s = spec.load_interval
         self.spec, self.vocabulary = spec, vocabulary
         self.ledger = Ledger(spec.name, stale_after_s=STALE_INTERVALS * max(interval_s, 0.2))
-        self.readiness = Readiness(self.probe)
+        self.readiness = Readiness(self.probe, lambda: self.parking.look())
         self.fleet = Fleet(
             [
                 Member(endpoint, client)
@@ -59,8 +62,10 @@ class Router:
             self.ledger,
             vocabulary_digest=vocabulary.digest,
             load_interval_s=interval_s,
-            changed=self.readiness.wake,
+            changed=self._workers_changed,
         )
+        self.parking = Parking(self.fleet, self.readiness)
+        self.observations = Observations(spec.name, started_s=clock.now_s())
         self.feeds = Feeds(workers, pools)
         self.admission = Admission(spec.max_in_flight)
         self.sessions = Sessions(
@@ -111,7 +116,7 @@ class Router:
         """
         output: list[int] = []
         try:
-            async with aclosing(self.dispatcher.run(job)) as chunks:
+            async with aclosing(self._observed(job)) as chunks:
                 async for chunk in chunks:
                     output.extend(chunk.ids)
                     yield chunk
@@ -119,6 +124,38 @@ class Router:
             plan = job.journey.plan
             if plan is not None and output and turn.ends:
                 self.sessions.end(turn, output, owners=plan.workers, keys=job.keys)
+
+    async def _observed(self, job: Job) -> AsyncGenerator[GenerateChunk, None]:
+        """`Dispatcher.run`, with its times noted for the signals."""
+        seen = self.observations
+        last_s: float | None = None
+        reader_s = 0.0
+        with seen.following(job.journey, now_s=clock.now_s()):
+            async with aclosing(self.dispatcher.run(job)) as chunks:
+                async for chunk in chunks:
+                    came_s = clock.now_s()
+                    if last_s is None:
+                        seen.began(job.journey, now_s=came_s)
+                    else:
+                        gap_s, count = came_s - last_s, len(chunk.ids)
+                        seen.gap(gap_s, tokens=count, reader_s=reader_s, now_s=came_s)
+                    yield chunk
+                    last_s, reader_s = came_s, clock.now_s() - came_s
+
+    def signals(self) -> RouterSignals:
+        """What an operator needs to know to scale, drain and give up workers."""
+        return self.observations.signals(
+            self.fleet,
+            self.ledger,
+            self.feeds,
+            self.parking,
+            self.admission,
+            now_s=clock.now_s(),
+        )
+
+    def _workers_changed(self) -> None:
+        self.readiness.wake()
+        self.parking.look()
 
     async def probe(self) -> None:
         """Let a worker generate one id for `/readyz`; raises what a client would get."""
@@ -181,6 +218,7 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
                 tasks,
                 lambda name, url: PeerClient(http, name, url, call_key),
                 linger_s=spec.request_deadline,
+                told=lambda found: router.parking.allow(found.wake),
             )
             watchers.append(
                 tasks.create_task(membership.watch(spec.fleet), name="watch the fleet's file")

@@ -20,6 +20,10 @@ from kimi_runtime.server.openai import OpenAiApi
 from kimi_runtime.spec.api_keys import key_digest, read_tenants
 from kimi_runtime.spec.router import RouterSpec
 
+KEYLESS_PATHS = OPEN_PATHS | {"/signals"}
+"""What probes, scrapers and the operator read, none of whom has an API key."""
+NOT_STORED = {"cache-control": "no-store"}
+
 
 class ApiKeys:
     """Who may call: API keys, each with its tenant."""
@@ -31,7 +35,7 @@ class ApiKeys:
     async def admit(self, scope: Scope) -> None:
         """Note the caller's tenant in the scope; Unauthorized without a valid key."""
         scope["kimistack.tenant"] = "default"
-        if self._tenants is None or scope["path"] in OPEN_PATHS:
+        if self._tenants is None or scope["path"] in KEYLESS_PATHS:
             return
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
@@ -71,6 +75,8 @@ def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
         del request
         if router.admission.draining:
             raise Unavailable("this router is shutting down")
+        if router.parking.asleep:  # a request is what wakes the deployment, so it must come here
+            return JSONResponse({"status": "asleep", "passed": router.readiness.passed})
         if router.readiness.obstacle is not None:
             raise Unavailable(f"not ready: {router.readiness.obstacle}")
         return JSONResponse({"status": "ready", "passed": router.readiness.passed})
@@ -78,6 +84,11 @@ def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
     async def show_metrics(request: Request) -> Response:
         del request
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE.decode()})
+
+    async def signals(request: Request) -> Response:
+        del request
+        text = router.signals().model_dump_json()
+        return Response(text, media_type="application/json", headers=NOT_STORED)
 
     async def models(request: Request) -> Response:
         del request
@@ -93,6 +104,7 @@ def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
     app.add_route("/healthz", healthz, ["GET"])
     app.add_route("/readyz", readyz, ["GET"])
     app.add_route("/metrics", show_metrics, ["GET"])
+    app.add_route("/signals", signals, ["GET"])
     raise_http_errors(app)
     app.add_middleware(Traced, render=openai_error, observe=metrics.observe, admit=keys.admit)
     return app

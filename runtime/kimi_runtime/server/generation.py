@@ -52,6 +52,7 @@ class Generations:
         turn = router.sessions.begin(caller.tenant, caller.hint, ask.rendered)
         if not turn.continues:
             caller.slot.starts_session()
+        await router.parking.wait(tokens=len(turn.ids))
         sampling = sampling_of(
             wanted,
             default_temperature=ask.temperature,

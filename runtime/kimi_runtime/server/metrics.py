@@ -15,6 +15,7 @@ from kimi_runtime.router.service import Router
 from kimi_runtime.server.answer import Usage
 from kimi_runtime.server.asgi import Trace
 from kimi_runtime.spec.request import KvUsage
+from kimi_runtime.spec.signals import RouterSignals
 from kimi_runtime.umbp.feed import FollowState
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -165,6 +166,7 @@ class _RouterState:
             ready.add_metric([member.name], member.ready)
         yield legs
         yield ready
+        yield from _fleet_metrics(router.signals())
         exact = GaugeMetricFamily(
             "kimistack_router_feed_exact",
             "1 if the owner's feed is followed without a gap.",
@@ -191,6 +193,43 @@ class _RouterState:
         turns.add_metric(["kept"], sessions.kept)
         turns.add_metric(["reencoded"], sessions.reencoded)
         yield turns
+
+
+def _fleet_metrics(signals: RouterSignals) -> Iterable[Metric]:
+    """What `GET /signals` says; a gauge without a sample is not known."""
+    fleet = signals.fleet
+    gauges = {
+        "parked_requests": ("Requests held while no worker runs.", signals.parked_requests),
+        "parked_tokens": ("Prompt tokens of requests held.", signals.parked_tokens),
+        "waiting_requests": (
+            "Requests that no worker has begun, held ones included.",
+            fleet.waiting_requests,
+        ),
+        "queue_seconds": ("Seconds a request of now waits before its prefill.", fleet.queue_s),
+        "kv_use": ("Used share of the KV memory of workers that decode.", fleet.kv_use),
+        "transfer_backlog_seconds": (
+            "Seconds a hand-off waits for its first output.",
+            fleet.transfer_backlog_s,
+        ),
+        "prefill_tokens_per_second": (
+            "Tokens that one worker prefills in a second.",
+            signals.prefill_tokens_per_s,
+        ),
+    }
+    for name, (text, value) in gauges.items():
+        family = GaugeMetricFamily(f"kimistack_router_{name}", text, labels=[])
+        if value is not None:
+            family.add_metric([], value)
+        yield family
+    silent = GaugeMetricFamily(
+        "kimistack_router_worker_silent_seconds",
+        "Seconds since the worker's last answer.",
+        labels=["worker"],
+    )
+    for worker in signals.workers:
+        if worker.silent_s is not None:
+            silent.add_metric([worker.name], worker.silent_s)
+    yield silent
 
 
 class WorkerMetrics(HttpMetrics):

@@ -52,6 +52,11 @@ class FleetSpec(SpecModel):
 
     workers: tuple[WorkerEndpoint, ...] = ()
     pools: tuple[PoolEndpoint, ...] = ()
+    wake: Annotated[Seconds, Gt(0)] | None = Field(
+        None,
+        description="While no worker runs, a request waits so long for one to be started, which "
+        "somebody does who reads the router's signals. None: nobody does.",
+    )
 
 
 class RouterSpec(SpecModel):
