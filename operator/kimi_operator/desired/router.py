@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from kimi_operator.desired import pods, security, weights
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE
-from kimi_operator.desired.files import spec_file
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, digest_of, router_name
 from kimi_operator.desired.placement import place_router
 from kimi_operator.desired.revision import Frozen
+from kimi_operator.desired.spec_files import spec_file
 from kimi_operator.observed import Manifest
 from kimi_runtime.spec.router import (
     FleetSpec,

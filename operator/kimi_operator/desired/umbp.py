@@ -9,11 +9,11 @@ from kimi_operator.desired import pods, security
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engine_pod import RUN_DIR, own_folder, uses_pool
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE, POOL_ARENA, POOL_SOCKET
-from kimi_operator.desired.files import spec_file
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, pool_name
 from kimi_operator.desired.placement import place_pool
 from kimi_operator.desired.revision import Frozen
+from kimi_operator.desired.spec_files import spec_file
 from kimi_operator.observed import Manifest
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.ssd import SsdSpec

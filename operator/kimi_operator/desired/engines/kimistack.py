@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.desired.engines.base import HTTP_PORT, Launch, Seat
-from kimi_operator.desired.files import spec_file
+from kimi_operator.desired.spec_files import spec_file
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.transfer import RdmaCard, TransferNetwork
 from kimi_runtime.spec.worker import EngineLimits, FileWeights, RandomWeights, WorkerSpec
