@@ -9,6 +9,7 @@ from kimi_operator.changes import is_owned
 from kimi_operator.observed import (
     DRAINING_LABEL,
     DRAINING_SINCE,
+    EVICT,
     INSTANCE_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
@@ -104,6 +105,7 @@ def _view(
         ),
         terminating=terminating,
         draining_since_s=_draining_since_s(draining),
+        evicted=(stateful_set["metadata"].get("annotations") or {}).get(EVICT) == "true",
     )
 
 

@@ -25,6 +25,9 @@ DRAINING_SINCE = "kimistack.dev/draining-since"
 
 
 class ObjectKey(NamedTuple):
+EVICT = "kimistack.dev/evict"
+"""Annotation of an instance's StatefulSet, set by a person: "true" has it drained, deleted and
+replaced by a new one. It goes with the StatefulSet."""
     """What makes an object the same object. `namespace` is empty for a cluster-wide kind."""
 
     api_version: str
@@ -190,6 +193,8 @@ class InstanceView:
 
     @property
     def ready(self) -> bool:
+    evicted: bool = False
+    """A person asked for it to be drained and replaced."""
         """Whether all its pods are."""
         return self.pods_desired > 0 and self.pods_ready >= self.pods_desired
 

@@ -36,12 +36,13 @@ class Fleet:
     ) -> "Fleet":
         """Sort what is observed."""
         ordered = sorted(instances, key=lambda instance: instance.id)
-        kept = [i for i in ordered if not (i.draining or i.terminating)]
+        leaving = [i for i in ordered if (i.draining or i.evicted) and not i.terminating]
+        kept = [i for i in ordered if not (i.draining or i.evicted or i.terminating)]
         return cls(
             target=target,
             new=tuple(i for i in kept if i.id.revision == target),
             old=tuple(i for i in kept if i.id.revision != target),
-            draining=tuple(i for i in ordered if i.draining and not i.terminating),
+            draining=tuple(leaving),
             terminating=tuple(i for i in ordered if i.terminating),
             view=view,
             now_s=now_s,

@@ -91,7 +91,9 @@ class Additions:
         drained = [
             i
             for i in self.fleet.draining
-            if (i.id.revision, i.id.role) == (revision, role) and i.id not in self.kept_again
+            if (i.id.revision, i.id.role) == (revision, role)
+            and not i.evicted
+            and i.id not in self.kept_again
         ]
         again = sorted(drained, key=cost_of_losing, reverse=True)[: max(missing, 0)]
         self.kept_again += [instance.id for instance in again]
