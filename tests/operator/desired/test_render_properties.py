@@ -380,12 +380,12 @@ def test_a_field_only_a_newer_operator_knows_stays_out_of_a_routers_file():
     manifest = to_controller_revision(revision, 1, Owner("kimi", "llm", UID))
     files = manifest["data"]["templates"]["router"]["configs"]["kimi-router"]
     older = json.loads(files["router.json"])
-    del older["send_stall"]
+    del older["drain"]
     files["router.json"] = json.dumps(older)
     kept = from_controller_revision(manifest)
     result = rendered(NANO, revisions={kept.name: kept})
     (file,) = [m for m in of_kind(result, "ConfigMap") if m["metadata"]["name"] == "kimi-router"]
-    assert "send_stall" not in file["data"]["router.json"]
+    assert "drain" not in file["data"]["router.json"]
 
 
 @pytest.mark.parametrize("damage", ["data", "annotations"])
