@@ -1,0 +1,48 @@
+"""What the planner prices with: everything that is learned, in bounded memory. Pure."""
+
+from collections.abc import Mapping
+
+from kimi_runtime.router.estimate.calibration import Calibration
+from kimi_runtime.router.estimate.gaps import Gaps
+from kimi_runtime.router.estimate.outputs import Outputs
+from kimi_runtime.router.estimate.rates import LinkRates
+from kimi_runtime.router.estimate.ratios import HitRatios, QueueRatios
+from kimi_runtime.router.estimate.speeds import Speeds
+from kimi_runtime.spec.speed import SpeedPrior
+
+
+class Models:
+    """`kinds` are the priors by kind of worker; a worker of another kind is taken for `default`."""
+
+    def __init__(self, default: SpeedPrior, kinds: Mapping[str, SpeedPrior] | None = None) -> None:
+        self._default = Speeds(default)
+        self._kinds = {kind: Speeds(prior) for kind, prior in (kinds or {}).items()}
+        self.outputs, self.gaps = Outputs(), Gaps()
+        self.links = LinkRates()
+        self.hits, self.queues = HitRatios(), QueueRatios()
+        self.calibration: dict[str, Calibration] = {}
+        """Of the time to the first token, by mode."""
+
+    def speeds(self, kind: str) -> Speeds:
+        """How fast workers of a kind are."""
+        return self._kinds.get(kind, self._default)
+
+    def z(self, mode: str, q: float) -> float:
+        """See `Calibration.z`."""
+        known = self.calibration.get(mode)
+        return (known or _NOTHING).z(q)
+
+    def came_true(self, mode: str, *, expected_s: float, sd_s: float, actual_s: float) -> None:
+        """A plan of `mode` expected its first token after `expected_s`; it took `actual_s`."""
+        known = self.calibration.setdefault(mode, Calibration())
+        known.observe(expected_s=expected_s, sd_s=sd_s, actual_s=actual_s)
+
+    def forget(self, worker: str) -> None:
+        """A worker restarted or is gone: what was particular to it no longer holds."""
+        for speeds in (self._default, *self._kinds.values()):
+            speeds.forget(worker)
+        self.hits.forget(worker)
+        self.queues.forget(worker)
+
+
+_NOTHING = Calibration()

@@ -1,0 +1,58 @@
+"""What KV space costs: the seconds of reloading that taking it from others caused. Pure.
+
+A ghost cache per worker remembers what was evicted lately. When a request misses a block that a
+ghost still names, the eviction was a loss, and the seconds that its reload or recomputation took
+are the price of the space. Blocks nobody asks for again cost nothing, so with room to spare the
+price falls to 0 by itself.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+
+SMOOTHING_S = 30.0
+GHOST_BLOCKS = 65_536
+
+
+class SpacePrice:
+    """The price on one worker or tier, in seconds per block taken."""
+
+    def __init__(self, *, ghosts: int = GHOST_BLOCKS) -> None:
+        self._limit = ghosts
+        self._ghosts: OrderedDict[bytes, float] = OrderedDict()
+        self._lost_s, self._taken = 0.0, 0.0
+        self._at_s: float | None = None
+        self.regretted = 0
+
+    def evicted(self, keys: Iterable[bytes], *, now_s: float) -> None:
+        """Blocks were given up for others'."""
+        self._fade(now_s)
+        for key in keys:
+            self._ghosts[key] = now_s
+            self._ghosts.move_to_end(key)
+            self._taken += 1
+        while len(self._ghosts) > self._limit:
+            self._ghosts.popitem(last=False)
+
+    def missed(self, keys: Iterable[bytes], *, seconds_per_block: float, now_s: float) -> int:
+        """Blocks were missed and took this long each to come back; how many were evicted here."""
+        self._fade(now_s)
+        regretted = 0
+        for key in keys:
+            if self._ghosts.pop(key, None) is not None:
+                regretted += 1
+        if math.isfinite(seconds_per_block) and seconds_per_block > 0:
+            self._lost_s += regretted * seconds_per_block
+        self.regretted += regretted
+        return regretted
+
+    def per_block_s(self, *, now_s: float) -> float:
+        """Seconds that taking one more block will cost somebody."""
+        self._fade(now_s)
+        return self._lost_s / max(self._taken, 1.0)
+
+    def _fade(self, now_s: float) -> None:
+        if self._at_s is not None and now_s > self._at_s:
+            kept = math.exp((self._at_s - now_s) / SMOOTHING_S)
+            self._lost_s, self._taken = self._lost_s * kept, self._taken * kept
+        self._at_s = now_s

@@ -1,0 +1,201 @@
+"""Seconds as a sum of known shapes with learned, non-negative sizes.
+
+`y = sum_i theta_i * prior_i * x_i`: a coefficient of 1 is the prior's. Bayesian linear regression
+in information form, theta ~ N(1, relative_sd^2) before any data, so that directions nobody excited
+keep the prior. What was observed counts relative to its prediction (a millisecond off in ten is as
+bad as a second off in ten thousand), is cut at Huber's bound, and fades: by `forgetting` with every
+later observation and by `age_out_s` with time, back to the prior. A two-sided CUSUM of the
+standardised residuals tells a change from noise; then the data are dropped and the noise widened.
+
+Sources: Huber (1964) for the bound of 1.345 sd; Page (1954) for the CUSUM. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kimi_runtime.router.estimate.moments import Estimate
+
+HUBER_SD = 1.345
+CLIP_SD = 4.0
+"""No single residual moves the change detector further than this."""
+CUSUM_SLACK_SD = 0.75
+CUSUM_ALARM_SD = 8.0
+WIDENED = 4.0
+"""Times the prior's noise variance that is assumed after a change."""
+NOISE_COUNT = 10.0
+"""Observations that the prior's noise is worth."""
+LEAST_RATE = 0.02
+FARTHEST = 16.0
+"""A measurement beyond this many times the prior, either way, counts as this many."""
+RESOLVE_S = 1.0
+"""How old a solution may be before what has faded since is taken into account."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One solution: coefficients in the units of x, their covariance, the relative noise."""
+
+    coefficients: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    noise_var: float
+
+    def at(self, x: Sequence[float]) -> Estimate:
+        """The prediction at x, with the noise of one observation."""
+        mean = 0.0
+        for coefficient, value in zip(self.coefficients, x, strict=True):
+            mean += coefficient * value
+        return Estimate(mean, self.noise_var * mean * mean + self.model_var(x))
+
+    def model_var(self, x: Sequence[float]) -> float:
+        """The part of the variance that more data would remove."""
+        var = 0.0
+        for value, row in zip(x, self.covariance, strict=True):
+            if value:
+                for other, cov in zip(x, row, strict=True):
+                    var += value * other * cov
+        return max(var, 0.0)
+
+
+@dataclass(slots=True)
+class Regression:
+    """`prior` are the coefficients before any data; a prior of 0 stays 0.
+
+    `noise_sd` is the relative scatter of one observation before it is measured.
+    """
+
+    prior: tuple[float, ...]
+    relative_sd: float
+    noise_sd: float = 0.1
+    forgetting: float = 0.995
+    age_out_s: float = 600.0
+    changes: int = 0
+    observations: int = 0
+    _information: list[list[float]] = field(init=False)
+    _moment: list[float] = field(init=False)
+    _noise_var: float = field(init=False)
+    _noise_count: float = field(init=False)
+    _up: float = 0.0
+    _down: float = 0.0
+    _faded_at_s: float | None = None
+    _fit: Fit | None = None
+    _solved_at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Start at the prior."""
+        self._drop()
+        self._noise_var, self._noise_count = self.noise_sd**2, NOISE_COUNT
+
+    def fit(self, *, now_s: float) -> Fit:
+        """The solution now, at most a second old. A clock that jumps back changes nothing."""
+        if self._fit is None or abs(now_s - self._solved_at_s) > RESOLVE_S:
+            self._fade(now_s)
+            self._fit, self._solved_at_s = self._solve(), now_s
+        return self._fit
+
+    def observe(self, x: Sequence[float], seconds: float, *, now_s: float) -> bool:
+        """Learn from one measurement; True if it made a change certain.
+
+        What is no number, negative, or measured where nothing was predicted is passed over.
+        """
+        self._fade(now_s)
+        fit = self._solve()
+        expected = fit.at(x)
+        usual = sum(prior * value for prior, value in zip(self.prior, x, strict=True))
+        if not (math.isfinite(seconds) and seconds >= 0 and usual > 0):
+            return False
+        self.observations += 1
+        seconds = min(max(seconds, usual / FARTHEST), usual * FARTHEST)
+        scale = max(expected.mean, usual / FARTHEST)
+        residual = seconds - expected.mean
+        off = residual / math.hypot(expected.sd, 1e-6 * scale)
+        changed = self._detect(off)
+        if changed:
+            self.changes += 1
+            self._drop()
+            self._noise_var, self._noise_count = WIDENED * self.noise_sd**2, NOISE_COUNT
+        weight = 1.0 if abs(off) <= HUBER_SD else HUBER_SD / abs(off)
+        self._learn_noise(residual / scale, fit.model_var(x) / scale**2)
+        phi = [prior * value / scale for prior, value in zip(self.prior, x, strict=True)]
+        for i, left in enumerate(phi):
+            self._moment[i] = self.forgetting * self._moment[i] + weight * left * seconds / scale
+            for j, right in enumerate(phi):
+                kept = self.forgetting * self._information[i][j]
+                self._information[i][j] = kept + weight * left * right
+        self._fit = None
+        return changed
+
+    def _learn_noise(self, relative: float, explained_var: float) -> None:
+        # what the coefficients' own uncertainty explains is no noise
+        seen = min(max(relative * relative - explained_var, 0.0), CLIP_SD**2 * self._noise_var)
+        self._noise_count += 1
+        rate = max(1 / self._noise_count, LEAST_RATE)
+        floor = (0.1 * self.noise_sd) ** 2
+        self._noise_var = max(self._noise_var + rate * (seen - self._noise_var), floor)
+
+    def _detect(self, off: float) -> bool:
+        off = min(max(off, -CLIP_SD), CLIP_SD)
+        self._up = max(0.0, self._up + off - CUSUM_SLACK_SD)
+        self._down = max(0.0, self._down - off - CUSUM_SLACK_SD)
+        if max(self._up, self._down) <= CUSUM_ALARM_SD:
+            return False
+        self._up = self._down = 0.0
+        return True
+
+    def _drop(self) -> None:
+        size = len(self.prior)
+        self._information = [[0.0] * size for _ in range(size)]
+        self._moment = [0.0] * size
+        self._fit = None
+
+    def _fade(self, now_s: float) -> None:
+        if self._faded_at_s is not None and now_s > self._faded_at_s:
+            kept = math.exp((self._faded_at_s - now_s) / self.age_out_s)
+            self._moment = [kept * value for value in self._moment]
+            self._information = [[kept * value for value in row] for row in self._information]
+        self._faded_at_s = now_s
+
+    def _solve(self) -> Fit:
+        """The posterior; coefficients that came out negative are 0 and the others re-solved."""
+        size, trust = len(self.prior), 1 / self.relative_sd**2
+        active = [i for i in range(size) if self.prior[i] > 0]
+        theta, inverse = [0.0] * size, [[0.0] * size for _ in range(size)]
+        while active:
+            matrix = [
+                [self._information[i][j] / self._noise_var + trust * (i == j) for j in active]
+                for i in active
+            ]
+            right = [self._moment[i] / self._noise_var + trust for i in active]
+            solved, small = _solved(matrix, right)
+            lowest = min(range(len(active)), key=solved.__getitem__)
+            if solved[lowest] >= 0:
+                for a, i in enumerate(active):
+                    theta[i] = solved[a]
+                    for b, j in enumerate(active):
+                        inverse[i][j] = small[a][b]
+                break
+            del active[lowest]
+        return Fit(
+            tuple(t * p for t, p in zip(theta, self.prior, strict=True)),
+            tuple(
+                tuple(inverse[i][j] * self.prior[i] * self.prior[j] for j in range(size))
+                for i in range(size)
+            ),
+            self._noise_var,
+        )
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> tuple[list[float], list[list[float]]]:
+    """`matrix^-1 right` and `matrix^-1`, of a symmetric positive definite matrix."""
+    size = len(right)
+    rows = [
+        [*matrix[i], *(1.0 if i == j else 0.0 for j in range(size)), right[i]] for i in range(size)
+    ]
+    for i in range(size):
+        pivot = rows[i][i]
+        rows[i] = [value / pivot for value in rows[i]]
+        for j in range(size):
+            if j != i and rows[j][i]:
+                factor = rows[j][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [row[-1] for row in rows], [row[size:-1] for row in rows]
