@@ -1,8 +1,33 @@
 """What a decision sees: workers and requests as plain values at one moment."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
+from kimi_runtime.router.estimate.outputs import Phase
+from kimi_runtime.spec.umbp import TierName
 from kimi_runtime.spec.worker import Role
+
+
+class RequestClass(StrEnum):
+    """How urgent a request is."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """Somebody whose memory a worker can read a front of this request's KV from.
+
+    `checkpoints` are the positions (tokens, ascending) of state checkpoints there; None for models
+    whose hits need none.
+    """
+
+    name: str
+    node: str
+    tier: TierName
+    tokens: int
+    checkpoints: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +59,32 @@ class WorkerView:
     max_context_tokens: int
     grammar: bool
     logprobs: bool
+    transports: tuple[str, ...] = ()
+    """Ways it hands KV over; empty: it does not say, and its like can."""
     cached_tokens: int = 0
     pool_tokens: int = 0
+    kind: str = ""
+    """Names the speeds of its model, GPUs and parallelism; "" is the deployment's default."""
+    node: str = ""
+    """The machine it is on; "" where nobody said."""
+    age_s: float = 0.0
+    """How old the newest report of its load is."""
+    max_running: int | None = None
+    """Sequences it runs at once; None: as many as there is space for."""
+    releases: tuple[tuple[float, int], ...] = ()
+    """When (seconds from now, expected) how many blocks become free; ascending. Empty: unknown."""
+    utilisation: float | None = None
+    """Share of its time that recent prefills took."""
+    unused_blocks: int | None = None
+    """Of `free_blocks`, those that hold nothing; None: unknown, so all of them may."""
+    space_price_s: float = 0.0
+    """Seconds that taking one block which holds something costs others (`estimate.price`)."""
+    checkpoints: tuple[int, ...] | None = None
+    """Like `KvSource.checkpoints`, in its own memory."""
+    fetches: bool = False
+    """Whether it can be told which peer to read KV from; its own pool it always uses."""
+    streams: int = 1
+    """Layer groups that reading and computing, or computing and hand-off, overlap in; 1: none."""
 
     @property
     def usable(self) -> bool:
@@ -45,7 +94,11 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request. `session` names the conversation for rendezvous hashing, `owners` who had it."""
+    """One request. `session` names the conversation for rendezvous hashing, `owners` who had it.
+
+    `sources` are places outside the workers' own memories to fetch KV from; where there are none,
+    a worker's `pool_tokens` stand for one.
+    """
 
     prompt_tokens: int
     max_tokens: int
@@ -53,3 +106,14 @@ class RequestView:
     owners: tuple[str, ...] = ()
     grammar: bool = False
     logprobs: bool = False
+    tenant: str = ""
+    urgency: RequestClass = RequestClass.INTERACTIVE
+    starts_session: bool = False
+    phase: Phase = Phase.TOOL
+    moved_ago_s: float | None = None
+    """Seconds since its session last left an owner; None: never."""
+    sources: tuple[KvSource, ...] = ()
+    shared_tokens: int = 0
+    """The front of the prompt that other sessions have too."""
+    shared_per_s: float = 0.0
+    """Requests per second that start with it."""

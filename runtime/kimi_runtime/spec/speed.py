@@ -70,7 +70,7 @@ class SpeedPrior(SpecModel):
 
     def step_s(self, rows: float, kv_tokens: float) -> float:
         """Seconds of one decode step of `rows` sequences that hold `kv_tokens` together."""
-        awake = 1 - (1 - self.expert_share) ** rows
+        awake = 1 - float((1 - self.expert_share) ** rows)
         return (
             self.step_fixed_s
             + self.step_row_s * rows
