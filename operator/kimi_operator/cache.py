@@ -93,28 +93,53 @@ class Cache:
             metadata = {"deletionTimestamp": now, **child["metadata"]}
             children[key] = {**child, "metadata": metadata}
 
-    def replace(self, kind: str, namespace: str | None, found: Iterable[Manifest]) -> set[Key]:
+    def known(self, kind: str, namespace: str | None) -> dict[ObjectKey, str]:
+        """Uids of the objects of a kind there are now, in one namespace or (None) in all."""
+        stores = (self._deployments, *self._children.values())
+        return {
+            key: manifest["metadata"]["uid"]
+            for store in stores
+            for key, manifest in store.items()
+            if namespace in (None, key.namespace) and f"{key.api_version}/{key.kind}" == kind
+        }
+
+    def replace(
+        self, kind: str, found: Iterable[Manifest], known: Mapping[ObjectKey, str]
+    ) -> set[Key]:
         """Take in a whole listing of a kind; the deployments for which it told something new.
 
-        Watches lose deletions that happen while they are broken off.
+        Watches lose deletions that happen while they are broken off. `known` is what was known of
+        the kind before the listing was asked for: only that can have been deleted by then, and not
+        what was created since.
         """
         listed = {ObjectKey.of(manifest): manifest for manifest in found}
         told: set[Key] = set()
-        for owner, children in list(self._children.items()):
-            for key, child in list(children.items()):
-                covered = namespace in (None, key.namespace)
-                if covered and f"{key.api_version}/{key.kind}" == kind and key not in listed:
-                    self.saw("DELETED", child)
-                    told.add(owner)
+        for key, uid in known.items():
+            if key not in listed:
+                told |= self._lost(key, uid)
         for key, manifest in listed.items():
-            owner_key = Key.of_owner(manifest["metadata"])
-            if owner_key is None:
+            if f"{key.api_version}/{key.kind}" != kind:
                 continue
-            known = self._children.get(owner_key, {}).get(key)
-            if _is_newer(manifest, known):
-                self.saw("MODIFIED", manifest)
-                told.add(owner_key)
+            before = self._at(key, manifest["metadata"])
+            owner = self.saw("MODIFIED", manifest)
+            after = self._at(key, manifest["metadata"])
+            if owner is not None and after is not before:
+                told.add(owner)
         return told
+
+    def _lost(self, key: ObjectKey, uid: str) -> set[Key]:
+        for store in (self._deployments, *self._children.values()):
+            gone = store.get(key)
+            if gone is not None and gone["metadata"]["uid"] == uid:
+                owner = self.saw("DELETED", gone)
+                return {owner} if owner is not None else set()
+        return set()
+
+    def _at(self, key: ObjectKey, metadata: Mapping[str, Any]) -> Manifest | None:
+        if key.kind == "KimiDeployment":
+            return self._deployments.get(key)
+        owner = Key.of_owner(metadata)
+        return self._children.get(owner, {}).get(key) if owner is not None else None
 
     def _bury(self, uid: str) -> None:
         self._gone[uid] = None

@@ -8,6 +8,11 @@ def now_s() -> float:
     return time.monotonic()
 
 
+def since_boot_s() -> float:
+    """Monotonic seconds that go on while the machine sleeps, for what others count on."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 def unix_s() -> float:
     """Wall-clock seconds since the epoch, comparable with what the API server stamps."""
     return time.time()

@@ -7,11 +7,13 @@ before it starts a daemon: the first pass sees all there is.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from zlib import crc32
 
+import aiohttp
 import kopf
 
 from kimi_operator.cache import Cache, Change, Key
@@ -29,6 +31,9 @@ DEBOUNCE_S = 0.2
 FIRST_BACKOFF_S = 1.0
 MOST_BACKOFF_S = 60.0
 TEARDOWN_POLL_S = 2.0
+AT_ONCE = 8
+"""Passes at a time. Deciding keeps the event loop busy: hundreds at once would take turns so slowly
+that requests, the renewal of the Lease among them, were late."""
 OURS = "kimideployments"
 SELECTOR = ",".join(f"{name}={value}" for name, value in MANAGED_BY.items())
 Login = Callable[[], Awaitable[Credentials]]
@@ -81,6 +86,7 @@ class Daemons:
     reconciler: Reconciler
     wakes: Wakes
     metrics: Metrics
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def keep(self, key: Key, stopped: Any) -> None:
         """Make passes until the deployment goes or the operator ends."""
@@ -104,7 +110,9 @@ class Daemons:
         """
         began_s, outcome = now_s(), "failed"
         try:
-            wait_s = await self.reconciler.run_pass(key)
+            async with self.turns:
+                began_s = now_s()
+                wait_s = await self.reconciler.run_pass(key)
             outcome = "ok"
             return wait_s, 0
         except ClusterConflict as exc:
@@ -158,7 +166,7 @@ def backoff_s(failures: int) -> float:
 
 def spread_s(key: Key, within_s: float = 2.0) -> float:
     """A delay of a deployment's own, so that a start with many of them is no burst."""
-    return within_s * (sum(str(key).encode()) % 97) / 97
+    return within_s * crc32(str(key).encode()) / 2**32
 
 
 async def first_of(wake: asyncio.Event, stopped: Any, within_s: float | None) -> None:
@@ -198,12 +206,16 @@ def register(
     daemons: Daemons,
     served: Capabilities,
     login: Login,
+    options: Mapping[str, Any],
 ) -> None:
-    """Have kopf call us for every kind there is to watch, with the credentials we use ourselves."""
+    """Have kopf call us for every kind there is to watch, with the credentials we use ourselves.
+
+    `options` are those of its HTTP session, see `session_options`.
+    """
 
     @kopf.on.login(registry=registry, id="login")
-    async def log_in(**_: Any) -> kopf.ConnectionInfo:
-        return kopf.ConnectionInfo(**asdict(await login()))
+    async def log_in(**_: Any) -> kopf.AiohttpSession:
+        return session_of(await login(), options)
 
     ours = BY_ID["kimistack.dev/v1alpha1/KimiDeployment"]
     _watch(registry, cache, daemons.wakes, ours)
@@ -221,6 +233,17 @@ def register(
     )
     async def keep_reconciled(meta: kopf.Meta, stopped: Any, **_: Any) -> None:
         await daemons.keep(Key.of(meta), stopped)
+
+
+def session_of(credentials: Credentials, options: Mapping[str, Any]) -> kopf.AiohttpSession:
+    """A session with these credentials for kopf, which closes it."""
+    info = kopf.ConnectionInfo(**asdict(credentials))
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+        headers=info.as_http_headers(),
+        **options,
+    )
+    return kopf.AiohttpSession(server=info.server, aiohttp_session=session)
 
 
 def _version(kind: Kind) -> str:

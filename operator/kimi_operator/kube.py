@@ -20,9 +20,11 @@ from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
 from kimi_operator.changes import FIELD_MANAGER
+from kimi_operator.clock import now_s
 from kimi_operator.discovery import fields_in, served_kinds, server_version
 from kimi_operator.kinds import BY_ID, KINDS, Kind
 from kimi_operator.observed import FIELDS, Capabilities, Manifest, ObjectKey
+from kimi_operator.wire import Tenure, Watches, session_options
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ SEED_MANAGER = "kimi-operator-seed"
 """Owner of what is written once, at creation, and then belongs to others (a replica count)."""
 REQUEST_S = 30.0
 CONNECT_S = 5.0
+LATE_S = 4.0
+"""How long after the tenure a write that was sent within it may still wait for its answer."""
+MOST_RETRY_AFTER_S = 300.0
 
 
 class Kube(Protocol):
@@ -108,13 +113,18 @@ class Credentials:
 class ApiKube:
     """A real API server, through the dynamic client of `kubernetes.aio`.
 
-    `manager` owns the fields that are written, but for the seeds.
+    `manager` owns the fields that are written, but for the seeds. It writes while `tenure` lasts.
     """
 
     def __init__(
-        self, client: DynamicClient, writes: TokenBucket, manager: str = FIELD_MANAGER
+        self,
+        client: DynamicClient,
+        writes: TokenBucket,
+        tenure: Tenure,
+        manager: str = FIELD_MANAGER,
     ) -> None:
         self._client, self._writes, self._manager = client, writes, manager
+        self._tenure = tenure
 
     async def credentials(self) -> Credentials:
         """As they are now: a token is refreshed where that is due."""
@@ -177,7 +187,7 @@ class ApiKube:
                 body=manifest,
                 field_manager=self._manager,
                 force_conflicts=True,
-                **_PLAIN,
+                **self._writing(),
             )
         )
         return applied
@@ -186,7 +196,10 @@ class ApiKube:
         """See `Kube`."""
         await self._writes.take()
         call = self._client.create(
-            self._resource_of(manifest), body=manifest, field_manager=SEED_MANAGER, **_PLAIN
+            self._resource_of(manifest),
+            body=manifest,
+            field_manager=SEED_MANAGER,
+            **self._writing(),
         )
         try:
             created: Manifest = await _answer(call)
@@ -197,7 +210,10 @@ class ApiKube:
     async def update(self, manifest: Manifest) -> Manifest:
         """See `Kube`."""
         call = self._client.replace(
-            self._resource_of(manifest), body=manifest, field_manager=self._manager, **_PLAIN
+            self._resource_of(manifest),
+            body=manifest,
+            field_manager=self._manager,
+            **self._writing(),
         )
         updated: Manifest = await _answer(call)
         return updated
@@ -222,7 +238,7 @@ class ApiKube:
             body=dict(patch),
             content_type="application/merge-patch+json",
             field_manager=self._manager,
-            **_PLAIN,
+            **self._writing(),
         )
         patched: Manifest | None = await _or_none(call)
         return patched
@@ -245,7 +261,7 @@ class ApiKube:
             name=key.name,
             namespace=key.namespace or None,
             body=options,
-            **_PLAIN,
+            **self._writing(),
         )
         try:
             await _or_none(call)
@@ -271,6 +287,12 @@ class ApiKube:
             "get", path, serialize=False, _request_timeout=_PLAIN["_request_timeout"]
         )
         return json.loads(await response.read())
+
+    def _writing(self) -> dict[str, Any]:
+        """As `_PLAIN`; a write is given up before another operator can lead."""
+        within_s = min(REQUEST_S, max(self._tenure.remaining_s, 0.0) + LATE_S)
+        timeout = aiohttp.ClientTimeout(total=within_s, connect=min(CONNECT_S, within_s))
+        return {**_PLAIN, "_request_timeout": timeout}
 
     def _resource_of(self, manifest: Manifest) -> Resource:
         return self._resource(f"{manifest['apiVersion']}/{manifest['kind']}")
@@ -336,9 +358,10 @@ def _message(exc: ApiException) -> str:
 def _retry_after_s(exc: ApiException) -> float | None:
     value = (exc.headers or {}).get("Retry-After")
     try:
-        return float(value) if value else None
+        seconds = float(value) if value else 0.0
     except ValueError:
-        return None
+        return None  # a date: the caller's own backoff does
+    return min(seconds, MOST_RETRY_AFTER_S) if seconds > 0 else None
 
 
 @asynccontextmanager
@@ -348,13 +371,16 @@ async def open_kube(
     kubeconfig: str | None = None,
     context: str | None = None,
     manager: str = FIELD_MANAGER,
+    tenure: Tenure | None = None,
 ) -> AsyncIterator[ApiKube]:
     """A client for the pod's own cluster, or for the one a kubeconfig file names.
 
-    `context` is one of that file's, without it its current one.
+    `context` is one of that file's, without it its current one. It writes while `tenure` lasts,
+    without one for ever.
 
     Raises ClusterBusy if neither is there.
     """
+    tenure = tenure or Tenure(now_s)
     configuration = k8s.Configuration()
     try:
         if kubeconfig is None:
@@ -368,6 +394,7 @@ async def open_kube(
             f"there is no cluster to talk to: {exc}; set KUBECONFIG or run in a pod"
         ) from exc
     configuration.retries = False  # whether to try again is decided by the caller
+    configuration.client_session_kwargs = session_options(tenure, Watches(now_s))
     async with k8s.ApiClient(configuration) as api:
         # without discovery of its own: it would cache in a file that all users can write
-        yield ApiKube(DynamicClient(api), writes, manager)
+        yield ApiKube(DynamicClient(api), writes, tenure, manager)

@@ -2,19 +2,25 @@
 
 The holder writes a renewal every few seconds; a candidate takes over once it has watched the same
 renewal for the whole duration, by its own clock, so that clocks need not agree. The holder gives up
-earlier than that: it must have stopped before another one starts.
+earlier than that: it must have stopped before another one starts. When it gives up is its `Tenure`,
+which every request that writes is checked against as it is sent.
 """
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kimi_operator.kube import Kube
 from kimi_operator.observed import Manifest, ObjectKey
+from kimi_operator.wire import Tenure
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError
 
 DURATION_S = 15.0
-RENEW_WITHIN_S = 10.0
-RETRY_S = 2.0
+GIVE_UP = 2 / 3
+"""Share of the duration after which a holder that could not renew stops."""
+RENEW_WITHIN_S = DURATION_S * GIVE_UP
+RETRY = 2 / 15
+"""Share of the duration between two renewals."""
 
 
 @dataclass
@@ -26,36 +32,48 @@ class Leadership:
     identity: str
     now_s: Callable[[], float]
     stamp: Callable[[], str]
+    duration_s: float = DURATION_S
+    tenure: Tenure | None = None
     _seen: tuple[str, str, int] | None = None
     _seen_at_s: float = 0.0
-    _renewed_at_s: float = field(default=float("-inf"))
+
+    def __post_init__(self) -> None:
+        self._tenure = self.tenure or Tenure(self.now_s)
+        self._tenure.until_s = float("-inf")
 
     @property
     def held(self) -> bool:
         """Whether nobody else can lead now."""
-        return self.now_s() - self._renewed_at_s < RENEW_WITHIN_S
+        return self._tenure.remaining_s > 0
 
     @property
-    def renewed_ago_s(self) -> float:
-        """Seconds since the last renewal."""
-        return self.now_s() - self._renewed_at_s
+    def retry_s(self) -> float:
+        """Seconds between two attempts."""
+        return self.duration_s * RETRY
+
+    @property
+    def overdue_s(self) -> float:
+        """Seconds since the process should have stopped for want of a renewal."""
+        return -self._tenure.remaining_s
 
     async def attempt(self) -> bool:
         """Take or renew the Lease if that is possible now; whether it is held after that.
 
-        An API server that cannot be reached is no reason to raise: `held` runs out by itself.
+        An API server that cannot be reached is no reason to raise: `held` runs out by itself. One
+        that does not answer is given up early enough for another attempt.
         """
         began_s = self.now_s()
         try:
-            if await self._write():
-                self._renewed_at_s = began_s
-        except (ClusterBusy, ClusterConflict):
+            async with asyncio.timeout(self.duration_s * GIVE_UP / 2):
+                if await self._write():
+                    self._tenure.until_s = began_s + self.duration_s * GIVE_UP
+        except (ClusterBusy, ClusterConflict, TimeoutError):
             pass
         return self.held
 
     async def release(self) -> None:
         """Let the next candidate begin at once."""
-        self._renewed_at_s = float("-inf")
+        self._tenure.until_s = float("-inf")
         try:
             lease = await self.kube.get(self.key)
             if lease is not None and lease["spec"].get("holderIdentity") == self.identity:
@@ -81,7 +99,9 @@ class Leadership:
         seen = (spec["holderIdentity"], str(spec.get("renewTime")), spec.get("leaseTransitions", 0))
         if seen != self._seen:
             self._seen, self._seen_at_s = seen, self.now_s()
-        return self.now_s() - self._seen_at_s > float(spec.get("leaseDurationSeconds", DURATION_S))
+        return self.now_s() - self._seen_at_s > float(
+            spec.get("leaseDurationSeconds", self.duration_s)
+        )
 
     def _new(self) -> Manifest:
         metadata = {"name": self.key.name, "namespace": self.key.namespace}
@@ -95,7 +115,7 @@ class Leadership:
     def _spec(self, changes: int, taken: str) -> Manifest:
         return {
             "holderIdentity": self.identity,
-            "leaseDurationSeconds": int(DURATION_S),
+            "leaseDurationSeconds": int(self.duration_s),
             "acquireTime": taken,
             "renewTime": self.stamp(),
             "leaseTransitions": changes,

@@ -15,11 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import kopf
 from aiohttp import web
 
-from kimi_operator.cache import Cache
-from kimi_operator.clock import now_s, unix_s
+from kimi_operator.cache import Cache, Key
+from kimi_operator.clock import now_s, since_boot_s, unix_s
 from kimi_operator.decide import Decider
 from kimi_operator.handlers import (
     SELECTOR,
@@ -29,19 +30,23 @@ from kimi_operator.handlers import (
     configure,
     register,
 )
-from kimi_operator.kinds import watched_kinds
+from kimi_operator.kinds import BY_ID, watched_kinds
 from kimi_operator.kube import Kube, TokenBucket, open_kube
-from kimi_operator.lease import RETRY_S, Leadership
+from kimi_operator.lease import Leadership
 from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Capabilities, ObjectKey
 from kimi_operator.reconcile import Reconciler
+from kimi_operator.relist import Relist
+from kimi_operator.routers import Routers
 from kimi_operator.settings import OperatorSettings, operator_settings
 from kimi_operator.stamps import rfc3339, rfc3339_micro
+from kimi_operator.wire import Tenure, Watches, session_options
 from kimi_runtime.errors import ClusterError, ConfigError, KimistackError
 
 LEASE = "kimi-operator"
 OURS = ("kimistack.dev/v1alpha1/KimiDeployment", "kimistack.dev/v1alpha1/KimiWorkers")
-RELIST_S = 600.0
+RETRY_S = 2.0
+RELIST_LOOK_S = 15.0
 STUCK_S = 600.0
 RENEWAL_STUCK_S = 180.0
 CRDS_WITHIN_S = 600.0
@@ -55,7 +60,10 @@ class LeadershipLost(KimistackError):
 
 @dataclass
 class Operator:
-    """One operator process. `ready` is set while watches are running."""
+    """One operator process. `ready` is set while watches are running.
+
+    `kube` writes while `tenure` lasts; so does what kopf writes.
+    """
 
     settings: OperatorSettings
     kube: Kube
@@ -64,12 +72,21 @@ class Operator:
     cache: Cache = field(default_factory=Cache)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    tenure: Tenure = field(default_factory=lambda: Tenure(since_boot_s))
+    watches: Watches = field(default_factory=lambda: Watches(now_s))
+    _relist: Relist | None = None
 
     def __post_init__(self) -> None:
         self.wakes = Wakes(self.metrics)
         lease = ObjectKey("coordination.k8s.io/v1", "Lease", self.settings.own_namespace, LEASE)
         self.leadership = Leadership(
-            self.kube, lease, self.settings.identity, now_s, lambda: rfc3339_micro(unix_s())
+            self.kube,
+            lease,
+            self.settings.identity,
+            self.tenure.now_s,
+            lambda: rfc3339_micro(unix_s()),
+            self.settings.lease_duration_s,
+            self.tenure if self.settings.leader_election else None,
         )
 
     async def run(self) -> None:
@@ -89,7 +106,7 @@ class Operator:
         while self.settings.leader_election and not self.stop.is_set():
             if await self.leadership.attempt():
                 break
-            await _until(self.stop, RETRY_S)
+            await _until(self.stop, self.leadership.retry_s)
         self.metrics.leading.set(int(not self.stop.is_set()))
         return not self.stop.is_set()
 
@@ -97,15 +114,25 @@ class Operator:
         served = await self._served()
         if served is None:
             return
-        reconciler = Reconciler(self.kube, self.cache, served, Decider(), self.metrics, unix_s)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            routers = Routers(http, self.cache, self.wakes.wake, now_s)
+            await self._reconcile(served, routers)
+
+    async def _reconcile(self, served: Capabilities, routers: Routers) -> None:
+        """Run kopf around the reconciler, and what goes on beside it, until the process ends."""
+        reconciler = Reconciler(
+            self.kube, self.cache, served, Decider(), self.metrics, unix_s, loads=routers
+        )
         registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
         configure(settings)
+        options = session_options(self.tenure, self.watches)
         daemons = Daemons(reconciler, self.wakes, self.metrics)
-        register(registry, settings, self.cache, daemons, served, self.login)
+        register(registry, settings, self.cache, daemons, served, self.login, options)
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self._renew(), name="lease"),
-                tasks.create_task(self._relist(served, reconciler), name="relist"),
+                tasks.create_task(self._keep_listing(served, reconciler), name="relist"),
+                tasks.create_task(routers.run(), name="routers"),
             ]
             await asyncio.sleep(0)  # kopf stops at its end whatever task began after it
             try:
@@ -149,23 +176,24 @@ class Operator:
             if not await self.leadership.attempt():
                 self.metrics.leading.set(0)
                 raise LeadershipLost(f"the Lease {LEASE} could not be renewed")
-            await _until(self.stop, RETRY_S)
+            await _until(self.stop, self.leadership.retry_s)
 
-    async def _relist(self, served: Capabilities, reconciler: Reconciler) -> None:
-        """List every kind now and then: a watch that broke off has lost deletions."""
-        while not await _until(self.stop, RELIST_S):
-            for kind in watched_kinds(served):
-                for namespace in self.settings.namespaces or (None,):
-                    try:
-                        found = await self.kube.list(kind.id, namespace, SELECTOR)
-                    except ClusterError as exc:
-                        logger.warning("listing %s: %s", kind.plural, exc)
-                        continue
-                    for key in self.cache.replace(kind.id, namespace, found):
-                        self.metrics.missed.inc()
-                        self.wakes.wake(key)
-            for key in self.cache.deployments():
-                reconciler.forget_settled(key)
+    async def _keep_listing(self, served: Capabilities, reconciler: Reconciler) -> None:
+        """List kinds beside their watches until the process ends."""
+
+        def missed(key: Key) -> None:
+            self.metrics.missed.inc()
+            self.wakes.wake(key)
+
+        kinds = (BY_ID[OURS[0]], *watched_kinds(served))
+        namespaces = self.settings.namespaces or (None,)
+        relist = self._relist = Relist(
+            self.kube, self.cache, self.watches, kinds, namespaces, SELECTOR, now_s, missed
+        )
+        while not await _until(self.stop, RELIST_LOOK_S):
+            if await relist.once():
+                for key in self.cache.deployments():
+                    reconciler.forget_settled(key)
 
     @property
     def trouble(self) -> str | None:
@@ -173,10 +201,12 @@ class Operator:
         if self.wakes.oldest_s() > STUCK_S:
             return f"a deployment has waited for its pass for {self.wakes.oldest_s():.0f}s"
         if self.ready.is_set() and self.settings.leader_election:
-            ago_s = self.leadership.renewed_ago_s
-            if ago_s > RENEWAL_STUCK_S:
-                return f"the Lease was last renewed {ago_s:.0f}s ago"
-        return None
+            overdue_s = self.leadership.overdue_s
+            if overdue_s > RENEWAL_STUCK_S:
+                return f"the Lease should have been renewed {overdue_s:.0f}s ago"
+        if self.ready.is_set() and self.watches.all_silent_s > STUCK_S:
+            return f"no watch has told anything for {self.watches.all_silent_s:.0f}s"
+        return self._relist.deaf if self._relist is not None else None
 
     @asynccontextmanager
     async def probes(self, host: str | None = None) -> AsyncIterator[int]:
@@ -253,8 +283,9 @@ def log_to_stderr(level: str) -> None:
 async def serve(settings: OperatorSettings) -> None:
     """Run until SIGTERM or SIGINT."""
     writes = TokenBucket(settings.write_rate, settings.write_burst, now_s, asyncio.sleep)
-    async with open_kube(writes, kubeconfig=settings.kubeconfig) as kube:
-        operator = Operator(settings, kube, kube.credentials)
+    tenure = Tenure(since_boot_s)
+    async with open_kube(writes, kubeconfig=settings.kubeconfig, tenure=tenure) as kube:
+        operator = Operator(settings, kube, kube.credentials, tenure=tenure)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, operator.stop.set)

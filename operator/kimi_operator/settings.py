@@ -51,6 +51,7 @@ class OperatorSettings:
     write_rate: float
     write_burst: float
     log_level: str
+    lease_duration_s: float = 15.0
 
 
 def operator_settings(environ: Mapping[str, str] | None = None) -> OperatorSettings:
@@ -59,7 +60,8 @@ def operator_settings(environ: Mapping[str, str] | None = None) -> OperatorSetti
     KIMISTACK_NAMESPACES (comma-separated, `*` for the whole cluster; default: its own namespace),
     POD_NAMESPACE, POD_NAME, KUBECONFIG, KIMISTACK_LEADER_ELECTION (true, false),
     KIMISTACK_HTTP_PORT (probes and metrics), KIMISTACK_WRITE_RATE and KIMISTACK_WRITE_BURST (writes
-    a second, and at once), KIMISTACK_LOG_LEVEL.
+    a second, and at once), KIMISTACK_LOG_LEVEL, KIMISTACK_LEASE_SECONDS (how long a dead leader
+    keeps others from working; one that cannot renew stops after two thirds of that).
     """
     env = os.environ if environ is None else environ
     own = env.get("POD_NAMESPACE") or "default"
@@ -76,6 +78,7 @@ def operator_settings(environ: Mapping[str, str] | None = None) -> OperatorSetti
         write_rate=_number(env, "KIMISTACK_WRITE_RATE", 20, 1000),
         write_burst=_number(env, "KIMISTACK_WRITE_BURST", 40, 1000),
         log_level=_choice(env, "KIMISTACK_LOG_LEVEL", ("info", "debug", "warning", "error")),
+        lease_duration_s=_number(env, "KIMISTACK_LEASE_SECONDS", 15, 300),
     )
 
 

@@ -62,22 +62,44 @@ def test_a_listing_tells_of_a_deletion_that_no_watch_told_of():
     cache = Cache()
     cache.saw("ADDED", child(1))
     cache.saw("ADDED", child(2, uid="u2", name="back"))
-    assert cache.replace("v1/Service", "llm", [child(1)]) == {KEY}
+    known = cache.known("v1/Service", "llm")
+    assert cache.replace("v1/Service", [child(1)], known) == {KEY}
     assert list(cache.children(KEY)) == [AT]
 
 
 def test_a_listing_of_one_namespace_says_nothing_of_another():
     cache = Cache()
     cache.saw("ADDED", child(1))
-    assert cache.replace("v1/Service", "other", []) == set()
-    assert cache.replace("apps/v1/Deployment", "llm", []) == set()
+    assert cache.known("v1/Service", "other") == {}
+    assert cache.known("apps/v1/Deployment", "llm") == {}
+    assert cache.known("v1/Service", None) == {AT: "u1"}
     assert AT in cache.children(KEY)
 
 
 def test_a_listing_that_tells_nothing_new_wakes_nobody():
     cache = Cache()
     cache.saw("ADDED", child(1))
-    assert cache.replace("v1/Service", "llm", [child(1)]) == set()
+    known = cache.known("v1/Service", "llm")
+    assert cache.replace("v1/Service", [child(1)], known) == set()
+
+
+def test_a_listing_asked_for_before_a_creation_does_not_bury_what_was_created():
+    cache = Cache()
+    known = cache.known("v1/Service", "llm")
+    cache.saw("MODIFIED", child(5))
+    assert cache.replace("v1/Service", [], known) == set()
+    assert AT in cache.children(KEY)
+
+
+def test_a_listing_tells_of_deployments_that_no_watch_told_of():
+    cache = Cache()
+    metadata = {"name": "nano", "namespace": "llm", "uid": "d1", "resourceVersion": "3"}
+    api_version = "kimistack.dev/v1alpha1"
+    resource = {"apiVersion": api_version, "kind": "KimiDeployment", "metadata": metadata}
+    kind = f"{api_version}/KimiDeployment"
+    assert cache.replace(kind, [resource], {}) == {KEY}
+    assert cache.replace(kind, [], cache.known(kind, None)) == {KEY}
+    assert cache.deployments() == ()
 
 
 def test_a_condemned_child_is_being_deleted_until_the_watch_says_more():
