@@ -24,7 +24,15 @@ class Mode(StrEnum):
     """How a request is served."""
 
     EXTEND = "extend"
+    """On one worker, from what is in its memory (and in its own pool)."""
     PD = "pd"
+    """One worker prefills, another decodes; `fetches` are the first one's."""
+    FETCH = "fetch"
+    """On one worker, once it has read the whole front that a source has."""
+    SPLIT = "split"
+    """On one worker, which reads a part of that front and computes the rest."""
+    DEFER = "defer"
+    """Not now: ask again after `wait_s`. Only for requests that start a session."""
 
 
 class Leg(StrEnum):
@@ -36,9 +44,20 @@ class Leg(StrEnum):
 
 
 Terms = Mapping[str, float]
-"""The summands of a price, by name, in tokens of prefill."""
+"""The summands of a price, by name; in what unit, its policy says."""
 
 Pricing = Callable[[RequestView, WorkerView, Leg], Terms]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The prefilling worker reads tokens `start` to `end` of the prompt's KV from `source`."""
+
+    source: str
+    start: int
+    end: int
+    links: tuple[str, ...] = ()
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,10 @@ class Plan:
     decode: str
     terms: Terms = field(default_factory=dict)
     considered: int = 1
+    fetches: tuple[Fetch, ...] = ()
+    hand_off: Fetch | None = None
+    """What the decoding worker reads from the prefilling one; None: unknown, or nothing."""
+    wait_s: float = 0.0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -96,8 +119,8 @@ def _misfit(request: RequestView, worker: WorkerView) -> str | None:
 def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) -> Plan:
     """The cheapest plan.
 
-    A prefill worker is paired only with a decode worker of its own revision and layout. When no
-    such pair and no whole-request worker is left, whoever is able to do whole requests serves
+    A prefill worker is paired only with a decode worker of its own revision and layout that has a
+    transport in common with it: KV could not be handed over otherwise. When no such pair and no whole-request worker is left, whoever is able to do whole requests serves
     alone, whatever its role. Raises Unavailable with each worker's obstacle when nobody is left,
     NobodyNow if that may pass.
     """
@@ -113,9 +136,9 @@ def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) ->
 
 
 def _pairs(request: RequestView, able: Sequence[WorkerView], price: Pricing) -> Iterable[Plan]:
-    kinds = dict.fromkeys((worker.revision, worker.layout) for worker in able)
+    kinds = dict.fromkeys(kind for worker in able for kind in _kinds(worker))
     for kind in kinds:
-        same = [worker for worker in able if (worker.revision, worker.layout) == kind]
+        same = [worker for worker in able if kind in _kinds(worker)]
         prefills = [worker for worker in same if worker.role is Role.PREFILL]
         decodes = [worker for worker in same if worker.role is Role.DECODE]
         if prefills and decodes:
@@ -130,6 +153,11 @@ def _pairs(request: RequestView, able: Sequence[WorkerView], price: Pricing) -> 
                 terms=terms,
                 considered=len(prefills) * len(decodes),
             )
+
+
+def _kinds(worker: WorkerView) -> list[tuple[str, str, str]]:
+    """What it has in common with whomever it can be paired with: at least one of these."""
+    return [(worker.revision, worker.layout, transport) for transport in worker.transports or ("",)]
 
 
 def _alone(
@@ -193,4 +221,4 @@ def _why(request: RequestView, workers: Sequence[WorkerView]) -> str:
 
 def _missing(worker: WorkerView) -> str:
     other = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
-    return f"{other.value} worker of its revision and layout"
+    return f"{other.value} worker of its revision, layout and transport"
