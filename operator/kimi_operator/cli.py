@@ -18,6 +18,8 @@ from kimi_operator.api.load import load_deployment
 from kimi_operator.desired.install import as_yaml
 from kimi_operator.desired.render import at_rest
 from kimi_operator.install_cli import app as install_app
+from kimi_operator.kimi_cli import app as kimi_app
+from kimi_operator.kimi_cli import lacks_extra
 from kimi_operator.local.child import tail
 from kimi_operator.local.display import shown
 from kimi_operator.local.events import Event
@@ -293,7 +295,8 @@ def render(
         typer.echo(as_yaml(objects.manifests), nl=False)
 
 
-app.registered_commands += [*plan_app.registered_commands, *install_app.registered_commands]
+for part in (plan_app, kimi_app, install_app):
+    app.registered_commands += part.registered_commands
 # The runtime's commands stand beside ours; they load torch only once they run.
 app.registered_commands += runtime_app.registered_commands
 app.registered_groups += runtime_app.registered_groups
@@ -309,6 +312,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KimistackError as exc:
         typer.echo(f"kimistack: {' '.join(str(exc).split())}", err=True)
         sys.exit(exc.exit_code)
+    except ModuleNotFoundError as exc:
+        text = lacks_extra(exc)
+        if text is None:
+            raise
+        typer.echo(f"kimistack: {text}", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -241,6 +241,10 @@ class FakeKube:
         live = self.objects.get(key)
         if live is None:
             return None
+        for field_name in ("uid", "resourceVersion"):
+            wanted = patch.get("metadata", {}).get(field_name)
+            if wanted is not None and wanted != live["metadata"][field_name]:
+                raise ClusterConflict(f"precondition failed: {field_name} of {key}", code=409)
         allowed = {k: v for k, v in patch.items() if (k == "status") == (subresource == "status")}
         if key.kind not in STATUS_KINDS:
             allowed = dict(patch)

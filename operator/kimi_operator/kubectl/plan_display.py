@@ -75,8 +75,9 @@ def _fields(console: Console, fields: tuple[FieldChange, ...], indent: str) -> N
 def _lines(console: Console, change: FieldChange, indent: str) -> None:
     """The lines of a text that differ."""
     _line(console, f"{indent}{change.path}:")
-    sides = ((side or "").splitlines() for side in (change.before, change.after))
-    found = [line for line in unified_diff(*sides, n=0, lineterm="") if line[:2] != "@@"][2:]
+    before, after = ((side or "").splitlines() for side in (change.before, change.after))
+    hunks = unified_diff(before, after, n=0, lineterm="")
+    found = [line for line in hunks if line[:2] != "@@"][2:]
     for line in found[:FIELDS_SHOWN]:
         _line(console, f"{indent}  {line[0]} {_short(line[1:].strip())}")
     if len(found) > FIELDS_SHOWN:

@@ -140,6 +140,19 @@ async def _listed(kube: Kube, kind: str, namespace: str, labels: str) -> list[Ma
         raise
 
 
+async def look_at_readable(kube: Kube, resource: Manifest) -> Sight:
+    """A deployment with children of every kind that may be read, for what only counts them."""
+    metadata = resource["metadata"]
+    children: dict[ObjectKey, Manifest] = {}
+    for kind in watched_kinds(await kube.capabilities()):
+        try:
+            found = await children_of(kube, metadata["namespace"], metadata["name"], [kind.id])
+        except ClusterRefused:
+            continue
+        children |= found
+    return Sight(resource, children)
+
+
 async def nodes_of(kube: Kube) -> tuple[NodeView, ...] | None:
     """The nodes; None where they may not be listed."""
     try:
