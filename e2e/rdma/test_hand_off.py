@@ -254,7 +254,8 @@ async def test_a_read_that_can_t_finish_in_time_is_late_and_over(prefill, decode
     transport, memory = decode
     session = await transport.open(prefill.ref, deadline_s=SOON_S)
     with pytest.raises(TransferLate):
-        await session.read([Span(0, 0, BLOCK * BLOCKS)], memory.view, deadline_s=0.002)
+        for _ in range(100):  # a busy machine may look at its clock only when the bytes are there
+            await session.read([Span(0, 0, BLOCK * BLOCKS)], memory.view, deadline_s=0.002)
     memory.view[:] = bytes(BLOCK * BLOCKS)
     await asyncio.sleep(0.1)
     assert memory.view == bytes(BLOCK * BLOCKS)

@@ -1,9 +1,10 @@
 """Whole engines on the hash runner: everything but the model is the production code."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hash_runner import HashRunner
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
@@ -22,7 +23,7 @@ from kimi_runtime.spec.request import (
 )
 from kimi_runtime.spec.worker import Capabilities, EngineLimits, Role, WorkerInfo
 from kimi_runtime.transfer.base import Transport
-from kimi_runtime.transfer.memory import private_memory
+from kimi_runtime.transfer.memory import private_memory, shared_memory
 from memory_pool import MemoryPool
 
 BLOCK_TOKENS = 4
@@ -46,6 +47,9 @@ class Setup:
     lease_s: float = 30.0
     deadline_s: float = 2.0
     transport: Transport | None = None
+    also: Sequence[Transport] = ()
+    file: Path | None = None
+    """Of the KV memory, for shm."""
     pool: MemoryPool | None = None
     call_key: bytes | None = None
     release_url: Callable[[str], str] = field(default=lambda ticket: f"http://127.0.0.1:1/{ticket}")
@@ -123,7 +127,8 @@ def request(
 
 def build(setup: Setup) -> Running:
     """An engine that is not running yet."""
-    memory = private_memory(setup.blocks * BLOCK_TOKENS * 16)
+    size = setup.blocks * BLOCK_TOKENS * 16
+    memory = private_memory(size) if setup.file is None else shared_memory(setup.file, size)
     runner = HashRunner(
         setup.blocks, BLOCK_TOKENS, memory=memory.view, before_step=setup.before_step
     )
@@ -158,10 +163,12 @@ def build(setup: Setup) -> Running:
         pool_key=POOL_KEY,
         grammar=lambda grammar, most: GrammarState(VOCABULARY, grammar, most),
     )
+    own = () if setup.transport is None else (setup.transport,)
+    transports = (*own, *setup.also)
     engine = assemble(
         info,
         model,
-        Backing(runner, memory, setup.transport, setup.pool, setup.call_key),
+        Backing(runner, memory, transports, setup.pool, setup.call_key),
         EngineLimits(
             block_tokens=BLOCK_TOKENS,
             kv_bytes=memory.size_bytes,

@@ -38,6 +38,11 @@ class Transfer(ApiModel):
         "read", description="Decode reads, or prefill writes. kimistack reads."
     )
     ports: TransferPorts = Field(TransferPorts(), description="For engines that take them.")
+    host_memory: bool = presettable(
+        False,
+        "With tcp and verbs, engine kimistack: instances of one node hand over through its memory, "
+        "where their KV then lies in files below kvPool.socketDir.",
+    )
     streams: Annotated[int, Field(ge=1, le=64)] = presettable(
         4, "Connections of one hand-off by tcp, engine kimistack."
     )

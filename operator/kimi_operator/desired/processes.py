@@ -150,7 +150,8 @@ def _check_memory(spec: DeploymentSpec, machine: Machine) -> None:
         f"{_gib(weights)} of weights, {_gib(kv)} of KV, {_gib(pool)} of pool, "
         f"{_gib(PROCESS_BYTES * len(workers))} for {len(workers)} worker processes"
     )
-    shared_kv = kv if _transfer(spec) == "shm" else 0
+    in_files = _transfer(spec) == "shm" or (spec.prefill and spec.transfer.host_memory)
+    shared_kv = kv if in_files else 0
     fix = "lower kvPool.dram, limits.kvMemory or replicas, or use a larger machine"
     total = weights + kv + pool + PROCESS_BYTES * len(workers)
     if total > machine.memory_bytes:
@@ -220,6 +221,7 @@ def _worker(
         transfer=_transfer(spec),
         # each listens on a port that is free when it starts, which its tickets name
         network=transfer_network(spec).model_copy(update={"port": 0}),
+        host_memory=spec.transfer.host_memory,
         drain=role.drain.timeout,
         log_level=spec.observability.log_level,
     )

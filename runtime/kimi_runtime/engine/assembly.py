@@ -1,6 +1,6 @@
 """How the engine's parts fit together, whatever they compute on and move bytes with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
@@ -25,13 +25,13 @@ from kimi_runtime.umbp.feed import FeedLog
 class Backing:
     """What an engine works with. `memory` begins with the runner's KV blocks, one after another.
 
-    Without `transport` nothing is handed off, without `pool` nothing is kept elsewhere, without
-    `call_key` the owners of hand-offs are not told and their leases end them.
+    Without `transports` (best first) nothing is handed off, without `pool` nothing is kept
+    elsewhere, without `call_key` the owners of hand-offs are not told and their leases end them.
     """
 
     runner: Runner
     memory: Memory
-    transport: Transport | None = None
+    transports: Sequence[Transport] = ()
     pool: Pool | None = None
     call_key: bytes | None = None
 
@@ -71,11 +71,12 @@ def assemble(
         ),
     )
     reader = hand_offs = releaser = writer = None
-    if backing.transport is not None:
-        reader = BlockReader(backing.transport, backing.memory.view, view, geometry)
+    if backing.transports:
+        counters.hand_off_transports.update({one.name: 0 for one in backing.transports})
+        reader = BlockReader(backing.transports, backing.memory.view, view, geometry)
         hand_offs = HandOffs(
             info.name,
-            backing.transport.register(backing.memory),
+            [one.register(backing.memory) for one in backing.transports],
             geometry,
             blocks,
             view,

@@ -41,6 +41,8 @@ class EngineCounters:
     """Hand-offs of which every block that was lacking arrived."""
     hand_off_bytes: int = 0
     hand_off_blocks: int = 0
+    hand_off_transports: Counter[str] = field(default_factory=Counter)
+    """Hand-offs of which anything was read, by transport; those there are start at 0."""
     hand_off_failures: Counter[str] = field(default_factory=Counter)
     release_failures: int = 0
     """Hand-offs whose owner could not be told; its lease ends them."""

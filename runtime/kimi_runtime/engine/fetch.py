@@ -114,15 +114,15 @@ class Fetcher:
 
     async def _from_hand_off(self, request: Request, take: HandOff) -> None:
         if self._reader is None:
-            self._counters.hand_off_failures["no_transport"] += 1
+            self._failed(request, "no_transport")
             return
         refusal = self._reader.refusal(take)
         if refusal is not None:
-            self._counters.hand_off_failures[refusal] += 1
+            self._failed(request, refusal)
             return
         indices, matching = self._lacking(request, take)
         if not matching:
-            self._counters.hand_off_failures["keys"] += 1
+            self._failed(request, "keys")
         if not indices:
             self._counters.hand_offs_taken += matching
             return
@@ -131,7 +131,7 @@ class Fetcher:
         room_s = max(0.0, take.lease_s - 2 * self._deadline_s)
         reserved = await self._reserve(request, len(indices), within_s=room_s)
         if reserved is None:
-            self._counters.hand_off_failures["no_room"] += 1
+            self._failed(request, "no_room")
             return
         pulled = 0
         still_written = False
@@ -140,7 +140,7 @@ class Fetcher:
                 Wanted(take.blocks[index], block, request.chain.binding(index, request.tokens))
                 for index, block in zip(indices, reserved, strict=True)
             ]
-            result = await self._reader.pull(take.region, wanted, deadline_s=self._deadline_s)
+            result = await self._reader.pull(take.regions, wanted, deadline_s=self._deadline_s)
             pulled, still_written = result.blocks, result.still_written
         finally:
             self._settle(request, pulled, "hand_off", still_written=still_written)
@@ -148,10 +148,17 @@ class Fetcher:
         request.hand_off_bytes += moved
         self._counters.hand_off_bytes += moved
         self._counters.hand_off_blocks += pulled
+        if result.transport is not None:
+            self._counters.hand_off_transports[result.transport] += 1
         if result.failure is not None:
-            self._counters.hand_off_failures[result.failure] += 1
+            self._failed(request, result.failure)
         else:
             self._counters.hand_offs_taken += matching
+
+    def _failed(self, request: Request, why: str) -> None:
+        """What the hand-off did not bring is computed, and whoever asked is told why."""
+        self._counters.hand_off_failures[why] += 1
+        request.hand_off_failure = why
 
     async def _from_pool(self, pool: Pool, request: Request) -> None:
         lacking = self._trusted(request.reusable_keys[len(request.blocks) :])

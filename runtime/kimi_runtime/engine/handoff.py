@@ -1,7 +1,8 @@
 """Handing KV from the worker that computed it to the one that continues.
 
 The prefill side *offers*: the blocks are pinned under a ticket with a lease, named with their place
-in the one region that covers all KV memory, and tagged. The decode side *pulls* the blocks it lacks
+in the region that covers all KV memory, and tagged; the ticket has one such region for every
+transport the worker has, and a reader takes the first that it has as well. The decode side *pulls* the blocks it lacks
 and no others, checks every tag after the bytes have arrived, and then lets the ticket go. Whatever
 goes wrong, it has fewer blocks and computes the rest: wrong bytes are never used.
 
@@ -49,14 +50,14 @@ class _Pin(NamedTuple):
 class HandOffs:
     """The offers of one worker: who may still read which blocks, and until when.
 
-    `region` covers the memory of all KV blocks, one after another. `release_url` says where a
-    ticket is given back.
+    Each of `regions` covers the memory of all KV blocks, one after another, by a transport; best
+    first, at least one. `release_url` says where a ticket is given back.
     """
 
     def __init__(
         self,
         worker: str,
-        region: RegionRef,
+        regions: Sequence[RegionRef],
         geometry: KvGeometry,
         blocks: KvBlocks,
         view: BlockView,
@@ -66,7 +67,7 @@ class HandOffs:
         release_url: Callable[[str], str],
         freed: Freed,
     ) -> None:
-        self._worker, self._region, self._geometry = worker, region, geometry
+        self._worker, self._regions, self._geometry = worker, tuple(regions), geometry
         self._blocks, self._view, self._counters = blocks, view, counters
         self._lease_s, self._release_url, self._freed = lease_s, release_url, freed
         self._pins: OrderedDict[str, _Pin] = OrderedDict()
@@ -94,7 +95,8 @@ class HandOffs:
             worker=self._worker,
             release_url=self._release_url(ticket),
             layout=self._geometry.identity,
-            region=self._region,
+            region=self._regions[0],
+            also=self._regions[1:],
             tokens=request.computed,
             blocks=described,
             lease_s=self._lease_s,

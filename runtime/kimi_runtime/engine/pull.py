@@ -1,7 +1,13 @@
-"""The decode side of a hand-off: read blocks from a peer's region, trust none before its tag."""
+"""The decode side of a hand-off: read blocks from a peer's region, trust none before its tag.
+
+A hand-off names its region once for every transport of its owner. Which one is used is the
+reader's choice: of those it has itself the first, in its own order, that opens. Shared memory of
+another host does not, and costs a look at a file that is not there.
+"""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -43,12 +49,14 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """How many leading blocks arrived verified, and why it is not all of them.
+    """How many leading blocks arrived verified, by which transport, why it is not all of them.
 
-    `still_written`: the transfer did not end, so the other target blocks may yet change.
+    `transport` None: none could be opened. `still_written`: the transfer did not end, so the other
+    target blocks may yet change.
     """
 
     blocks: int
+    transport: str | None = None
     failure: str | None = None
     still_written: bool = False
 
@@ -57,6 +65,7 @@ class Pulled:
 class _Progress:
     until_s: float
     arrived: int = 0
+    transport: str | None = None
     failure: str | None = None
     still_written: bool = False
 
@@ -67,48 +76,78 @@ class BlockReader:
     """
 
     def __init__(
-        self, transport: Transport, memory: memoryview, view: BlockView, geometry: KvGeometry
+        self,
+        transports: Sequence[Transport],
+        memory: memoryview,
+        view: BlockView,
+        geometry: KvGeometry,
     ) -> None:
-        self._transport, self._memory = transport, memory
-        self._view, self._geometry = view, geometry
-        self._sessions = SessionCache(transport)
+        """`transports`: best first."""
+        self._memory, self._view, self._geometry = memory, view, geometry
+        self._sessions = {one.name: SessionCache(one) for one in transports}
 
     def refusal(self, hand_off: HandOff) -> str | None:
         """Why nothing may be read from this hand-off at all; None if it can be tried."""
-        size, region = self._geometry.block_bytes, hand_off.region
+        size, regions = self._geometry.block_bytes, self._shared(hand_off.regions)
         if hand_off.layout != self._geometry.identity:
             return "layout"
-        if region.transport != self._transport.name:
+        if not regions:
             return "transport"
-        tags = len(self._geometry.layer_group_bytes)
+        tags, end = len(self._geometry.layer_group_bytes), min(one.size_bytes for one in regions)
         fits = all(
-            block.size_bytes == size
-            and block.offset + size <= region.size_bytes
-            and len(block.tags) == tags
+            block.size_bytes == size and block.offset + size <= end and len(block.tags) == tags
             for block in hand_off.blocks
         )
         return None if fits else "malformed"
 
     async def pull(
-        self, region: RegionRef, wanted: Sequence[Wanted], *, deadline_s: float
+        self, regions: Sequence[RegionRef], wanted: Sequence[Wanted], *, deadline_s: float
     ) -> Pulled:
         """Read the blocks in order, within `deadline_s` seconds, and verify each. Never raises
         for what the peer or the link did.
+
+        `regions` are one and the same memory by several transports, one of which both sides have.
         """
         progress = _Progress(until_s=clock.now_s() + deadline_s)
         hung_s = deadline_s + 2 * _CLOSE_S  # reads end by themselves; this ends what hangs
         try:
             async with (
                 asyncio.timeout(hung_s),
-                self._sessions.session(region, deadline_s=deadline_s) as session,
+                self._opened(self._shared(regions), progress) as session,
             ):
                 await self._read_all(session, wanted, progress)
         except TimeoutError:
-            return Pulled(progress.arrived, progress.failure or "late", still_written=True)
+            progress.failure, progress.still_written = progress.failure or "late", True
         except (TransferError, KvCorrupt, ValueError, OSError) as exc:
-            failure = progress.failure or _reason(exc)
-            return Pulled(progress.arrived, failure, still_written=progress.still_written)
-        return Pulled(progress.arrived)
+            progress.failure = progress.failure or _reason(exc)
+        return Pulled(
+            progress.arrived, progress.transport, progress.failure, progress.still_written
+        )
+
+    def _shared(self, regions: Sequence[RegionRef]) -> list[RegionRef]:
+        """Those of a transport we have, in our order."""
+        return [one for name in self._sessions for one in regions if one.transport == name]
+
+    @asynccontextmanager
+    async def _opened(
+        self, regions: Sequence[RegionRef], progress: "_Progress"
+    ) -> AsyncIterator[Session]:
+        """The session of the first region that opens; the last one's error if none does."""
+        async with AsyncExitStack() as owned:
+            for number, region in enumerate(regions, 1):
+                cache = self._sessions[region.transport]
+                left_s = max(0.0, progress.until_s - clock.now_s())
+                try:
+                    session = await owned.enter_async_context(
+                        cache.session(region, deadline_s=left_s)
+                    )
+                except (RegionGone, PeerGone):
+                    if number == len(regions):
+                        raise
+                    continue
+                progress.transport = region.transport
+                yield session
+                return
 
     async def _read_all(
         self, session: Session, wanted: Sequence[Wanted], progress: "_Progress"

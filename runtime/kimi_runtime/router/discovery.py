@@ -183,7 +183,8 @@ class Fleet:
 
     async def _meet(self, member: Member) -> None:
         info = await member.client.info(within_s=self._call_s)
-        report = await self._heard(member)
+        await self._heard(member)
+        report = await self._heard(member)  # says that we hear it, without which it takes no work
         if report.epoch != info.epoch:
             raise WorkerFailed(f"{member.name} restarted while it was asked what it is")
         refusal = self._misfit(member, info)
@@ -292,6 +293,7 @@ def _view(
         block_tokens=info.block_tokens,
         max_context_tokens=info.max_context_tokens,
         grammar=info.capabilities.grammar,
+        transports=info.capabilities.transports,
         logprobs=info.capabilities.logprobs,
         cached_tokens=cached.get(member.name, 0),
         pool_tokens=pooled.get(member.name, 0),

@@ -111,6 +111,7 @@ class Generations:
         if journey.plan is not None:
             caller.trace.fields |= {
                 "mode": journey.plan.mode,
+                "hand_off_failure": journey.decode_usage and journey.decode_usage.hand_off_failure,
                 "workers": journey.tried,
                 "terms": dict(journey.plan.terms),
                 "considered": journey.plan.considered,

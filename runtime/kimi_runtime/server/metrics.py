@@ -106,6 +106,12 @@ class RouterMetrics(HttpMetrics):
             "KV bytes moved from prefill to decode.",
             registry=registry,
         )
+        self._hand_off_failures = Counter(
+            "kimistack_router_hand_off_failures",
+            "Requests whose KV was not handed over whole and computed again, by reason.",
+            ["reason"],
+            registry=registry,
+        )
 
     def chunk(self, gap_s: float) -> None:
         """A chunk followed another after `gap_s`."""
@@ -133,6 +139,8 @@ class RouterMetrics(HttpMetrics):
             tokens = getattr(usage, f"{source}_tokens")
             self._prompt_tokens.labels(leg, source).inc(tokens)
         self._hand_off_bytes.inc(usage.hand_off_bytes)
+        if usage.hand_off_failure is not None:
+            self._hand_off_failures.labels(usage.hand_off_failure).inc()
 
 
 class _RouterState:
@@ -303,6 +311,7 @@ class _WorkerState:
             "refused": ("Requests never admitted, by error.", "error"),
             "pool_failures": ("Pool loads that failed, by outcome.", "outcome"),
             "hand_off_failures": ("Hand-offs that failed, by reason.", "reason"),
+            "hand_off_transports": ("Hand-offs read from, by transport.", "transport"),
         }
         for name, (text, label) in labelled.items():
             family = CounterMetricFamily(f"kimistack_worker_{name}", text, labels=[label])

@@ -108,9 +108,17 @@ class HandOff(SpecModel):
     release_url: str
     layout: str = Field(description="Layout digest; both sides must agree or nothing is read.")
     region: RegionRef
+    also: tuple[RegionRef, ...] = Field(
+        (), description="The same memory by other transports; the order is the owner's, best first."
+    )
     tokens: NonNegativeInt
     blocks: tuple[HandOffBlock, ...]
     lease_s: Annotated[float, Gt(0)]
+
+    @property
+    def regions(self) -> tuple[RegionRef, ...]:
+        """Every way to reach the blocks."""
+        return (self.region, *self.also)
 
 
 class KvPlan(SpecModel):
@@ -156,6 +164,11 @@ class KvUsage(SpecModel):
     hand_off_tokens: NonNegativeInt = 0
     computed_tokens: NonNegativeInt = 0
     hand_off_bytes: NonNegativeInt = 0
+    hand_off_failure: str | None = Field(
+        None,
+        description="Why not all that was lacking was taken from the hand-off; the rest came from "
+        "the pool or was computed. None: all of it was, or there was no hand-off.",
+    )
 
 
 class ErrorBody(SpecModel):

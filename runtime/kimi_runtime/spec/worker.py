@@ -70,12 +70,22 @@ class WorkerSpec(SpecModel):
     network: TransferNetwork = Field(
         TransferNetwork(), description="Of `tcp` and `verbs`; the others have none."
     )
+    host_memory: bool = Field(
+        False,
+        description="Hand over by shm between workers whose run folder is one and the same, and "
+        "by `transfer` between all others. KV then lies in a file there.",
+    )
     revision: str = Field(
         "", description="Of the deployment: only workers of the same one are paired."
     )
     hand_off_lease: Annotated[Seconds, Gt(0)] = 30.0
     pull_deadline: Annotated[Seconds, Gt(0)] = 5.0
     drain: Annotated[Seconds, Gt(0)] = 10.0
+    lease: Annotated[Seconds, Gt(0)] | None = Field(
+        None,
+        description="Once no router has heard of the worker for so long it ends what it does, and "
+        "takes nothing more until one has. None: it works on.",
+    )
     drain_file: Path | None = Field(
         None, description="While this file is not empty, routers are asked to leave the worker."
     )
@@ -95,6 +105,12 @@ class WorkerSpec(SpecModel):
         """Whether KV is handed over through the network."""
         return self.transfer in ("tcp", "verbs")
 
+    @property
+    def transports(self) -> tuple[TransferName, ...]:
+        """Every way it hands KV over, best first."""
+        beside = self.host_memory and self.crosses_hosts
+        return ("shm", self.transfer) if beside else (self.transfer,)
+
 
 class Capabilities(SpecModel):
     """What an adapter advertises; plans are filtered by it."""
@@ -106,6 +122,9 @@ class Capabilities(SpecModel):
     mid_decode_move: bool
     grammar: bool
     logprobs: bool
+    transports: tuple[str, ...] = Field(
+        (), description="Ways it hands KV over, best first. Empty: a worker that does not say."
+    )
 
 
 class WorkerInfo(SpecModel):

@@ -454,6 +454,22 @@ def test_engines_of_ours_reach_each_other_where_kv_is_read_and_given_back_alone(
             assert found == ports
 
 
+def test_kv_that_engines_of_a_node_share_lies_in_the_nodes_folder():
+    spec = {**NANO, "kvPool": {"enabled": False}}
+    for more, volume in (({}, "emptyDir"), ({"transfer": {"hostMemory": True}}, "hostPath")):
+        result = result_of({**spec, **more})
+        for who in ("prefill", "decode"):
+            (run,) = [v for v in pods(result)[who]["volumes"] if v["name"] == "run"]
+            assert volume in run
+        files = [
+            WorkerSpec.model_validate_json(m["data"]["worker.json"])
+            for m in of_kind(result.manifests, "ConfigMap").values()
+            if "worker.json" in m["data"]
+        ]
+        ways = ("shm", "tcp") if more else ("tcp",)
+        assert [worker.transports for worker in files] == [ways, ways]
+
+
 def test_a_port_that_is_chosen_for_hand_offs_is_named_everywhere():
     result = result_of({**NANO, "transfer": {"ports": {"transfer": 9300}, "streams": 8}})
     for manifest in of_kind(result.manifests, "StatefulSet").values():

@@ -183,6 +183,8 @@ def test_shared_memory_that_is_not_there_names_where():
         planned(shared, small)
     assert {worker.transfer for worker in workers(planned(shared))} == {"shm"}
     assert {worker.transfer for worker in workers(planned(NANO, small))} == {"tcp"}
+    with pytest.raises(CapacityError, match="free; lower kvPool"):
+        planned({**NANO, "transfer": {"hostMemory": True}}, small)
 
 
 def test_workers_hand_over_as_the_spec_says_each_at_a_port_that_is_free():

@@ -358,7 +358,7 @@ async def test_an_offer_that_is_cancelled_pins_nothing():
     link = LoopbackTransport("p", Fabric())
     hand_offs = HandOffs(
         "w",
-        link.register(private_memory(256)),
+        [link.register(private_memory(256))],
         KvGeometry("layout", 4, (64,)),
         blocks,
         view,

@@ -61,6 +61,7 @@ workers_of_any_kind = st.lists(
         max_context_tokens=st.sampled_from([4_000, 64_000]),
         grammar=st.booleans(),
         logprobs=st.booleans(),
+        transports=st.sampled_from([(), ("tcp",), ("shm", "tcp"), ("verbs",)]),
         cached_tokens=st.integers(0, 10_000),
         pool_tokens=st.integers(0, 10_000),
     ),
@@ -121,6 +122,7 @@ def test_a_pair_is_of_one_revision_and_layout_and_of_the_right_roles(spec, worke
     prefill, decode = by_name[plan.prefill], by_name[plan.decode]
     assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
     assert (prefill.revision, prefill.layout) == (decode.revision, decode.layout)
+    assert set(prefill.transports or ("",)) & set(decode.transports or ("",))
 
 
 @policy_property
@@ -148,6 +150,21 @@ def test_leaving_out_a_worker_that_is_not_chosen_changes_nothing(spec, workers, 
         if plan.mode is Mode.EXTEND and planned != {Role.BOTH}:
             continue  # a fallback: whoever is left may be needed for it to be one
         assert policy.choose(request_view, rest, now_s=0.0).workers == plan.workers
+
+
+def test_workers_that_could_not_hand_kv_over_are_never_paired(policy):
+    prefill = dataclasses.replace(IDLE, name="p", role=Role.PREFILL, transports=("shm", "tcp"))
+    verbs = dataclasses.replace(IDLE, name="v", role=Role.DECODE, transports=("verbs",))
+    tcp = dataclasses.replace(
+        IDLE, name="t", role=Role.DECODE, transports=("tcp",), running=50, queued_tokens=90_000
+    )
+    plan = policy.choose(CHAT, [prefill, verbs, tcp], now_s=0.0)
+    assert (plan.mode, plan.workers) == (Mode.PD, ("p", "t"))
+    alone = policy.choose(CHAT, [prefill, verbs], now_s=0.0)
+    assert alone.mode is Mode.EXTEND
+    only = [dataclasses.replace(worker, roles=(worker.role,)) for worker in (prefill, verbs)]
+    with pytest.raises(Unavailable, match="of its revision, layout and transport"):
+        policy.choose(CHAT, only, now_s=0.0)
 
 
 def test_equal_workers_share_sessions_evenly(policy):

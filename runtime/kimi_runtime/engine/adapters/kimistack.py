@@ -48,9 +48,12 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
         if memory.path is not None:
             owned.callback(memory.path.unlink, missing_ok=True)
         runner = await asyncio.to_thread(_runner, spec, model, weights, vocabulary, memory, blocks)
-        network = _network(spec, call_keys)
-        transport = await open_transport(spec.transfer, peer=spec.name, network=network)
-        owned.push_async_callback(transport.aclose)
+        transports = []
+        for name in spec.transports:
+            network = _network(spec, call_keys)
+            transport = await open_transport(name, peer=spec.name, network=network)
+            owned.push_async_callback(transport.aclose)
+            transports.append(transport)
         pool = None
         if spec.umbp_socket is not None:
             pool = await open_pool(
@@ -60,7 +63,7 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
         engine = assemble(
             _info(spec, model, runner, vocabulary),
             _model(model, vocabulary, pool_key_of(call_key)),
-            Backing(runner, memory, transport, pool, call_key),
+            Backing(runner, memory, transports, pool, call_key),
             spec.limits,
             lease_s=spec.hand_off_lease,
             deadline_s=spec.pull_deadline,
@@ -91,7 +94,7 @@ def _blocks(spec: WorkerSpec, model: ModelSpec) -> int:
 
 
 def _memory(spec: WorkerSpec, size_bytes: int) -> Memory:
-    if spec.transfer == "shm":
+    if "shm" in spec.transports:
         return shared_memory(spec.run_dir / f"{spec.name}.kv", size_bytes)
     return private_memory(size_bytes)
 
@@ -154,6 +157,7 @@ def _info(
             mid_decode_move=False,
             grammar=True,
             logprobs=True,
+            transports=spec.transports,
         ),
     )
 
