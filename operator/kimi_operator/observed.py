@@ -20,14 +20,17 @@ REVISION_LABEL = "kimistack.dev/revision"
 INSTANCE_LABEL = "kimistack.dev/instance"
 DRAINING_LABEL = "kimistack.dev/draining"
 """On pods the router must not plan onto any more; the value is "true"."""
+LEASE = "kimistack.dev/lease"
+"""Annotation of pods whose worker ends its work by itself once no router has heard of it for so
+many seconds."""
 DRAINING_SINCE = "kimistack.dev/draining-since"
 """Annotation beside it: when the drain was asked for, in seconds since the epoch."""
-
-
-class ObjectKey(NamedTuple):
 EVICT = "kimistack.dev/evict"
 """Annotation of an instance's StatefulSet, set by a person: "true" has it drained, deleted and
 replaced by a new one. It goes with the StatefulSet."""
+
+
+class ObjectKey(NamedTuple):
     """What makes an object the same object. `namespace` is empty for a cluster-wide kind."""
 
     api_version: str
@@ -190,11 +193,11 @@ class InstanceView:
     """When the drain was asked for, as its pods' annotation says."""
     unready_since_s: float | None = None
     """When the first of its pods stopped being ready; None while ready or never seen ready."""
+    evicted: bool = False
+    """A person asked for it to be drained and replaced."""
 
     @property
     def ready(self) -> bool:
-    evicted: bool = False
-    """A person asked for it to be drained and replaced."""
         """Whether all its pods are."""
         return self.pods_desired > 0 and self.pods_ready >= self.pods_desired
 
@@ -207,8 +210,8 @@ class Signals:
     """
 
     queue_s: float | None = None
-    ttft_p90_s: float | None = None
-    itl_p90_s: float | None = None
+    ttft_p95_s: float | None = None
+    itl_p95_s: float | None = None
     kv_use: float | None = None
     transfer_backlog_s: float | None = None
     at_s: float | None = None
@@ -228,6 +231,27 @@ class NodeView:
     allocatable: Mapping[str, float]
     ready: bool
     unschedulable: bool = False
+    unready_since_s: float | None = None
+    """Since when its kubelet has not said that it is ready, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class LostPod:
+    """A worker's pod on a node that is not ready any more, so that nobody may stop it there.
+
+    `expired`: its worker's lease has certainly ended, so it does nothing any more and the pod can
+    be taken away. Otherwise `waits_for` says what that still needs, in words that time alone does
+    not change; `heals`: nobody need do anything.
+    """
+
+    pod: str
+    uid: str
+    instance: InstanceId
+    node: str
+    since_s: float | None
+    expired: bool
+    heals: bool
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,3 +271,4 @@ class Observed:
     signals: Signals
     workers_replicas: Mapping[RoleName, int]
     capabilities: Capabilities
+    lost: tuple[LostPod, ...] = ()

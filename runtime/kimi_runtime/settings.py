@@ -18,6 +18,7 @@ HOST_VARIABLE = "KIMISTACK_HOST"
 PORT_VARIABLE = "KIMISTACK_PORT"
 REVISION_VARIABLE = "KIMISTACK_REVISION"
 DRAIN_FILE_VARIABLE = "KIMISTACK_DRAIN_FILE"
+LINGER_VARIABLE = "KIMISTACK_LINGER"
 TRANSFER_ADDRESS_VARIABLE = "KIMISTACK_TRANSFER_ADDRESS"
 TRANSFER_PORT_VARIABLE = "KIMISTACK_TRANSFER_PORT"
 
@@ -36,6 +37,7 @@ class Settings(SpecModel):
     port: str | None = None
     revision: str | None = None
     drain_file: str | None = None
+    linger: str | None = None
     transfer_address: str | None = None
     transfer_port: str | None = None
 
@@ -65,6 +67,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         port=variables.get(PORT_VARIABLE) or None,
         revision=variables.get(REVISION_VARIABLE) or None,
         drain_file=variables.get(DRAIN_FILE_VARIABLE) or None,
+        linger=variables.get(LINGER_VARIABLE) or None,
         transfer_address=variables.get(TRANSFER_ADDRESS_VARIABLE) or None,
         transfer_port=variables.get(TRANSFER_PORT_VARIABLE) or None,
     )

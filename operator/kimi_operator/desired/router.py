@@ -32,6 +32,8 @@ API_KEYS_DIR = "/etc/kimistack-api-keys"
 CONFIG_ANNOTATION = "kimistack.dev/config"
 PRE_STOP_S, DRAIN_S, CLOSE_S = 5.0, 30.0, 10.0
 """Until endpoints have left every proxy; for running requests; to close."""
+LINGER_S = 3.0
+"""Of the second: for clients on connections that are open already to hear that they close."""
 START_S = 120.0
 _WITH_FILES = 'ulimit -n %d 2>/dev/null || ulimit -n "$(ulimit -Hn)"; exec "$@"'
 """A container's soft limit is often 1024 open files, some hundred streams."""
@@ -145,7 +147,12 @@ def _container(effective: Effective, model: weights.ModelFiles) -> Manifest:
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
     script = _WITH_FILES % spec.router.nofile
     file = f"{pods.CONFIG_DIR}/{ROUTER_FILE}"
-    generated = {"HOME": "/tmp", "KIMISTACK_HOST": "$(POD_IP)", "KIMISTACK_NAME": "$(POD_NAME)"}
+    generated = {
+        "HOME": "/tmp",
+        "KIMISTACK_HOST": "$(POD_IP)",
+        "KIMISTACK_LINGER": f"{LINGER_S:g}s",
+        "KIMISTACK_NAME": "$(POD_NAME)",
+    }
     wait = ["/bin/sh", "-c", f"sleep {PRE_STOP_S:g}"]
     return {
         "command": ["/bin/sh", "-c", script, "router", "kimistack", "router", "--spec", file],

@@ -37,6 +37,8 @@ class Admission:
         self._empty = asyncio.Event()
         self._empty.set()
         self.in_flight = 0
+        self.closing = False
+        """Whoever keeps a connection open should open the next one elsewhere."""
         self.draining = False
 
     @contextmanager
@@ -55,11 +57,17 @@ class Admission:
             if not self.in_flight:
                 self._empty.set()
 
-    async def drain(self, *, within_s: float) -> None:
-        """Refuse new requests; return when the others have ended, or after `within_s`."""
-        self.draining = True
+    async def drain(self, *, within_s: float, linger_s: float = 0.0) -> None:
+        """Refuse new requests; return when the others have ended, or after `within_s`.
+
+        For `linger_s` of that they are still taken: from clients that have not heard yet.
+        """
+        self.closing = True
         try:
             async with asyncio.timeout(within_s):
+                if linger_s:
+                    await asyncio.sleep(linger_s)
+                self.draining = True
                 await self._empty.wait()
         except TimeoutError:
             return

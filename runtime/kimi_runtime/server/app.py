@@ -73,7 +73,7 @@ def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
 
     async def readyz(request: Request) -> Response:
         del request
-        if router.admission.draining:
+        if router.admission.closing:
             raise Unavailable("this router is shutting down")
         if router.parking.asleep:  # a request is what wakes the deployment, so it must come here
             return JSONResponse({"status": "asleep", "passed": router.readiness.passed})
@@ -106,7 +106,13 @@ def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
     app.add_route("/metrics", show_metrics, ["GET"])
     app.add_route("/signals", signals, ["GET"])
     raise_http_errors(app)
-    app.add_middleware(Traced, render=openai_error, observe=metrics.observe, admit=keys.admit)
+    app.add_middleware(
+        Traced,
+        render=openai_error,
+        observe=metrics.observe,
+        admit=keys.admit,
+        closing=lambda: router.admission.closing,
+    )
     return app
 
 

@@ -65,7 +65,8 @@ def trace_of(scope: Scope) -> Trace:
 class Traced:
     """Outermost middleware: gives every request an id, catches everything, logs one line.
 
-    `observe(path, trace, seconds)` feeds the metrics. `render` writes an error's body.
+    `observe(path, trace, seconds)` feeds the metrics. `render` writes an error's body. Once
+    `closing()` is true, every answer is the last one of its connection.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Traced:
         render: Callable[[KimistackError], Any],
         observe: Callable[[str, Trace, float], None],
         admit: Callable[[Scope], Awaitable[None]] | None = None,
+        closing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app, self._render, self._observe, self._admit = app, render, observe, admit
+        self._closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -92,6 +95,7 @@ class Traced:
                 message["headers"] = [
                     *message.get("headers", []),
                     (b"x-request-id", trace.id.encode()),
+                    *([(b"connection", b"close")] if self._closing() else []),
                 ]
             await send(message)
 

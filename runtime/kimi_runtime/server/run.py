@@ -30,7 +30,9 @@ async def run_router(spec: RouterSpec) -> None:
         app = router_app(router, codec, keys)
         url = await owned.enter_async_context(listening(app, listener))
         _log.info("listening", extra={"fields": {"url": url}})
-        await until_signalled(lambda: router.admission.drain(within_s=spec.drain))
+        await until_signalled(
+            lambda: router.admission.drain(within_s=spec.drain, linger_s=spec.linger)
+        )
     _log.info("stopped")
 
 

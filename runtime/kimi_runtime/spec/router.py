@@ -92,4 +92,7 @@ class RouterSpec(SpecModel):
     drain: Annotated[Seconds, Gt(0)] = Field(
         30.0, description="After SIGTERM, requests may run on for this long."
     )
+    linger: Annotated[Seconds, Ge(0)] = Field(
+        0.0, description="Of that, how long requests on open connections are still taken."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -52,6 +52,25 @@ async def test_draining_refuses_newcomers_and_waits_for_the_others():
         await drain
 
 
+async def test_while_it_lingers_a_router_takes_requests_and_closes_their_connections():
+    admission = Admission(4)
+    async with asyncio.TaskGroup() as tasks:
+        drain = tasks.create_task(admission.drain(within_s=5.0, linger_s=0.2))
+        await asyncio.sleep(0)
+        assert admission.closing
+        with admission.slot():
+            await drain_begins(admission)
+            with pytest.raises(Unavailable), admission.slot():
+                pass
+            assert not drain.done()
+
+
+async def drain_begins(admission):
+    async with asyncio.timeout(5):
+        while not admission.draining:
+            await asyncio.sleep(0.01)
+
+
 async def test_draining_ends_after_its_time():
     admission = Admission(4)
     with admission.slot():

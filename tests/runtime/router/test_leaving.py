@@ -150,3 +150,19 @@ async def test_workers_that_are_replaced_in_turn_under_load_lose_no_request(tmp_
             over.set()
         assert failures == []
         assert all(client.result() > 0 for client in clients)
+
+
+async def test_a_router_that_closes_answers_and_ends_the_connection(tmp_path):
+    async with (
+        running_stack(tmp_path, [Part("a", hello)]) as stack,
+        aiohttp.ClientSession(stack.url) as http,
+    ):
+        async with http.post(CHAT, json=body(0)) as answer:
+            assert answer.status == 200
+            assert "Connection" not in answer.headers
+        stack.router.admission.closing = True
+        async with http.post(CHAT, json=body(1)) as answer:
+            assert answer.status == 200
+            assert answer.headers["Connection"] == "close"
+        async with http.get("/readyz") as answer:
+            assert answer.status == 503
