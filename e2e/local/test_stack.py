@@ -40,6 +40,14 @@ spec: {preset: kimi-nano/cpu, decode: {}, kvPool: {enabled: false}}
 """
 
 
+BY_TCP = """
+apiVersion: kimistack.dev/v1alpha1
+kind: KimiDeployment
+metadata: {name: by-tcp}
+spec: {preset: kimi-nano/cpu, transfer: {backend: tcp}, kvPool: {enabled: false}}
+"""
+
+
 ON_SSD = """
 apiVersion: kimistack.dev/v1alpha1
 kind: KimiDeployment
@@ -178,6 +186,50 @@ def test_one_worker_without_cache_says_the_same(stack: Stack, tmp_path: Path):
             assert both[0] == both[1]
     finally:
         alone.command("down")
+
+
+def test_tcp_between_processes_hands_over_the_same_as_shared_memory(stack: Stack, tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    by_tcp = Stack(tmp_path / "home", port)
+    (tmp_path / "by-tcp.yaml").write_text(BY_TCP)
+    text = "List the files of this folder, and say what is in each. " * 8
+    try:
+        up = by_tcp.command(
+            *("up", "--detach", "-f", str(tmp_path / "by-tcp.yaml"), "--port", str(port)),
+            within_s=4 * START_S,
+        )
+        assert up.returncode == 0, up.stderr
+        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        for turn in ("first", "second"):
+            before = {
+                source: by_tcp.metric(
+                    "decode-0", f'kimistack_worker_prompt_tokens_total{{source="{source}"}}'
+                )
+                for source in ("hand_off", "computed", "hbm")
+            }
+            both = [each.chat(messages) for each in (stack, by_tcp)]
+            answers = [answer["choices"][0]["message"] for answer in both]
+            assert answers[0] == answers[1]
+            got = {
+                source: by_tcp.metric(
+                    "decode-0", f'kimistack_worker_prompt_tokens_total{{source="{source}"}}'
+                )
+                - count
+                for source, count in before.items()
+            }
+            assert got["computed"] == 1
+            assert got["hand_off"] > 0
+            assert (got["hbm"] > 0) is (turn == "second")
+            assert sum(got.values()) == both[1]["usage"]["prompt_tokens"]
+            messages += [answers[1], {"role": "user", "content": "And then?"}]
+        used = 'kimistack_worker_hand_off_transports_total{transport="tcp"}'
+        assert by_tcp.metric("decode-0", used) >= 2
+        assert by_tcp.metric("decode-0", "kimistack_worker_hand_off_failures_total") == 0
+        assert stack.metric("decode-0", used.replace("tcp", "shm")) > 0
+        folder = next(Path("/dev/shm").glob("kimistack-*-by-tcp-*"))
+        assert not list(folder.glob("*.kv"))
+    finally:
+        by_tcp.command("down")
 
 
 def test_a_killed_worker_is_restarted_and_served_again(stack: Stack):

@@ -253,9 +253,11 @@ async def test_a_stopped_peer_does_not_matter_to_a_one_sided_read(prefill, decod
 async def test_a_read_that_can_t_finish_in_time_is_late_and_over(prefill, decode):
     transport, memory = decode
     session = await transport.open(prefill.ref, deadline_s=SOON_S)
-    with pytest.raises(TransferLate):
+    whole = [Span(0, 0, BLOCK * BLOCKS)]
+    with contextlib.suppress(TransferLate):
         for _ in range(100):  # a busy machine may look at its clock only when the bytes are there
-            await session.read([Span(0, 0, BLOCK * BLOCKS)], memory.view, deadline_s=0.002)
+            await session.read(whole, memory.view, deadline_s=0.002)
+        pytest.fail("16 MiB were read within 2 ms a hundred times")
     memory.view[:] = bytes(BLOCK * BLOCKS)
     await asyncio.sleep(0.1)
     assert memory.view == bytes(BLOCK * BLOCKS)

@@ -2,8 +2,8 @@
 
 The prefill side *offers*: the blocks are pinned under a ticket with a lease, named with their place
 in the region that covers all KV memory, and tagged; the ticket has one such region for every
-transport the worker has, and a reader takes the first that it has as well. The decode side *pulls* the blocks it lacks
-and no others, checks every tag after the bytes have arrived, and then lets the ticket go. Whatever
+transport the worker has. The decode side *pulls* the blocks it lacks and no others by a transport
+it has as well, checks every tag after the bytes have arrived, and then lets the ticket go. Whatever
 goes wrong, it has fewer blocks and computes the rest: wrong bytes are never used.
 
 A tag is bound to the key that the reader derives from its own ids (for the partial tail to the like

@@ -120,9 +120,10 @@ def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) ->
     """The cheapest plan.
 
     A prefill worker is paired only with a decode worker of its own revision and layout that has a
-    transport in common with it: KV could not be handed over otherwise. When no such pair and no whole-request worker is left, whoever is able to do whole requests serves
-    alone, whatever its role. Raises Unavailable with each worker's obstacle when nobody is left,
-    NobodyNow if that may pass.
+    transport in common with it: KV could not be handed over otherwise. When no such pair and no
+    whole-request worker is left, whoever is able to do whole requests serves alone, whatever its
+    role. Raises Unavailable with each worker's obstacle when nobody is left, NobodyNow if that may
+    pass.
     """
     able = [worker for worker in workers if obstacle(request, worker) is None]
     plans = [*_pairs(request, able, price), *_alone(request, able, price, planned=True)]

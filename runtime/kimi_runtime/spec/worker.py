@@ -95,8 +95,8 @@ class WorkerSpec(SpecModel):
     def _listens_twice(self) -> Self:
         if self.crosses_hosts and self.port and self.port == self.network.port:
             raise ValueError(
-                f"network.port: {self.port} is the port of the worker's own HTTP face; KV transfers "
-                "need another one, or 0 for any that is free"
+                f"network.port: {self.port} is the port of the worker's own HTTP face; KV "
+                "transfers need another one, or 0 for any that is free"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kimi_runtime.engine.adapters import open_adapter
 from kimi_runtime.engine.adapters.base import Adapter
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.request import FinishReason, GenerateRequest, KvPlan
+from kimi_runtime.spec.transfer import TransferNetwork
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import EngineLimits, RandomWeights, Role, WorkerSpec
 from kimi_runtime.umbp.daemon import serve
@@ -78,6 +80,39 @@ async def test_greedy_ids_are_equal_aggregated_cached_chunked_together_pooled_an
             assert taken.usage.computed_tokens == 1
             assert await chunked.release(offered.hand_off.ticket)
         assert decode.counters().hand_off_failures == {}
+
+
+async def test_workers_of_different_hosts_hand_over_by_tcp(folder):
+    folders = [folder / "one", folder / "other"]
+    for each in folders:
+        each.mkdir()
+    ids = prompt(5, 70)
+    async with AsyncExitStack() as owned:
+        prefill, decode = [
+            await owned.enter_async_context(
+                open_adapter(
+                    worker(folder, name, transfer="tcp").model_copy(update={"run_dir": each})
+                )
+            )
+            for name, each in zip(("prefill", "decode"), folders, strict=True)
+        ]
+        offered = await generate(prefill, request(ids, kv=KvPlan(offer=True)))
+        taken = await generate(decode, request(ids, 12, kv=KvPlan(take=offered.hand_off)))
+        assert taken.ids == (await generate(prefill, request(ids, 12))).ids
+        assert (taken.usage.hand_off_tokens, taken.usage.computed_tokens) == (69, 1)
+        assert decode.counters().hand_off_transports == {"tcp": 1}
+        assert decode.info.capabilities.transports == ("tcp",)
+        assert [list(each.iterdir()) for each in folders] == [[], []]
+
+
+async def test_a_port_for_hand_offs_that_is_taken_is_told_at_the_start(folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        network = TransferNetwork(port=taken.getsockname()[1])
+        with pytest.raises(
+            ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+ for KV transfers"
+        ):
+            async with open_adapter(worker(folder, "w", transfer="tcp", network=network)):
+                pass
 
 
 async def test_the_next_turn_on_another_worker_finds_its_blocks_in_the_pool(folder):

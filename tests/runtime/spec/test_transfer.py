@@ -85,5 +85,5 @@ def test_pods_of_one_file_differ_by_where_they_hand_over():
     assert (network.advertised, network.port, network.rdma) == ("10.0.0.7", 21649, card)
     with pytest.raises(ValidationError, match="advertised"):
         read_settings(variables | {"KIMISTACK_TRANSFER_ADDRESS": "0.0.0.0"}).onto(one)
-    with pytest.raises(ValidationError, match="network.port"):
+    with pytest.raises(ValidationError, match=r"network\.port"):
         read_settings({"KIMISTACK_TRANSFER_PORT": "verbs"}).onto(one)
