@@ -16,7 +16,7 @@ from kimi_operator.desired.overlay import ENGINE, with_template
 from kimi_operator.desired.placement import HOST, place, together
 from kimi_operator.desired.rdma import Wiring, wiring
 from kimi_operator.desired.revision import Frozen
-from kimi_operator.observed import Manifest
+from kimi_operator.observed import LEASE, Manifest
 from kimi_runtime.errors import ConfigError
 
 RUN_DIR = "/run/kimistack"
@@ -51,6 +51,13 @@ def shares_memory(effective: Effective) -> bool:
     """Whether prefill hands KV to decode through the memory of one host."""
     spec = effective.deployment.spec
     return spec.prefill is not None and spec.transfer.backend == "shm"
+
+
+def has_kv_on_host(effective: Effective) -> bool:
+    """Whether engines' KV lies in files of the node, for others on it to read."""
+    spec = effective.deployment.spec
+    beside = spec.engine == "kimistack" and spec.prefill is not None and spec.transfer.host_memory
+    return beside or shares_memory(effective)
 
 
 def frozen_role(effective: Effective, role: RoleName, inputs: str) -> Frozen:
@@ -114,7 +121,7 @@ class EnginePod:
     @property
     def _on_host(self) -> bool:
         """Whether it uses the folder that the node's pods share."""
-        return uses_pool(self.effective, self.name) or shares_memory(self.effective)
+        return uses_pool(self.effective, self.name) or has_kv_on_host(self.effective)
 
     @cached_property
     def _wiring(self) -> Wiring:
@@ -159,6 +166,8 @@ class EnginePod:
         annotations = dict(self._wiring.annotations)
         if self._spec.restart_token is not None:
             annotations[RESTART_ANNOTATION] = self._spec.restart_token
+        if self._launch.lease_s is not None:
+            annotations[LEASE] = f"{self._launch.lease_s:g}"
         metadata: Manifest = {}
         if self.role.pod_labels:
             metadata["labels"] = dict(self.role.pod_labels)

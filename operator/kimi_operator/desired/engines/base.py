@@ -64,6 +64,8 @@ class Launch:
     ports: Mapping[str, int]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    lease_s: float | None = None
+    """After how long without a router it ends its work by itself; None: never."""
 
 
 def var(port: str) -> str:

@@ -15,6 +15,8 @@ CONFIG_DIR = "/etc/kimistack"
 CALL_KEY_FILE = "/etc/kimistack-keys/call-key"
 POOL_SOCKET = "umbp.sock"
 POOL_ARENA = "umbp.arena"
+LEASE_S = 30.0
+"""Routers ask five times a second, so that a worker which hears of none for so long has none."""
 DEFAULT_KV_BYTES = 2**30
 """Where neither the spec nor a preset says: enough for any small model, and visibly small."""
 
@@ -40,6 +42,7 @@ def launch(seat: Seat) -> Launch:
         ports=ports,
         env=env,
         files={WORKER_FILE: spec_file(worker, without=unused)},
+        lease_s=worker.lease,
     )
 
 
@@ -77,8 +80,11 @@ def worker_spec(seat: Seat) -> WorkerSpec:
         "transfer": spec.transfer.backend if seat.disaggregated else "loopback",
         "network": transfer_network(spec),
         "drain": role.drain.timeout,
+        "lease": LEASE_S,
         "log_level": spec.observability.log_level,
     }
+    if seat.disaggregated and spec.transfer.host_memory:
+        data["host_memory"] = True
     return WorkerSpec.model_validate(data)
 
 
