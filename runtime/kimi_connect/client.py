@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
 from kimi_connect.blocks import check_store, copy_in, copy_out, flat
+from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.tags import Leaves, numpy_leaves
-from kimi_connect.wire import Commitment, Gap, Grant, Op, Outcome
+from kimi_connect.wire import Commitment, Gap, Grant, HintKind, Op, Outcome, Priority
 
 BACKOFF_S = (0.05, 2.0)
 ANSWER_S = 0.25
@@ -154,7 +155,12 @@ class ArenaClient:
         return run
 
     def load(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str = DEFAULT_TENANT,
     ) -> "tuple[int, Outcome]":
         """Copy the leading run into `into`, one writable view per key, verified after the copy.
 
@@ -167,14 +173,20 @@ class ArenaClient:
         with self._lock:
             while done < len(keys) and outcome is Outcome.HIT:
                 part = slice(done, done + KEYS_A_CALL)
-                count, outcome = self._load_part(keys[part], into[part], ends_s)
+                count, outcome = self._load_part(keys[part], into[part], ends_s, tenant)
                 done += count
             if done > KEYS_A_CALL:
                 self._touch(keys[:done])
         return done, outcome
 
     def store(
-        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str = DEFAULT_TENANT,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now."""
         check_store(keys, blocks, self._group_bytes)
@@ -183,7 +195,9 @@ class ArenaClient:
             while done < len(keys):
                 part = slice(done, done + KEYS_A_CALL)
                 try:
-                    asked, kept = self._store_part(keys[part], blocks[part], ends_s)
+                    asked, kept = self._store_part(
+                        keys[part], blocks[part], ends_s, tenant, priority
+                    )
                 except (_Lost, TimeoutError):
                     break
                 done += kept
@@ -197,6 +211,30 @@ class ArenaClient:
         with self._lock:
             self._tell(Op.USED, keys)
 
+    def hint(
+        self,
+        session: bytes,
+        kind: HintKind,
+        keys: Sequence[bytes] = (),
+        *,
+        expected_s: "float | None" = None,
+        child: bytes = b"",
+        tenant: str = DEFAULT_TENANT,
+    ) -> None:
+        """Tell the pool where a session stands; nothing happens without a connection.
+
+        `session` and `child` are 16 bytes (ValueError). ACTIVE and PAUSED name all blocks of the
+        session, or none if they are those told before; COMPACTED those it gives up; FORKED those
+        that `child` goes on from, or none for all. `expected_s` is how long a pause is to take.
+        """
+        fields = payloads.HintFields(session, kind, list(keys), expected_s, child, tenant)
+        payload = payloads.pack_hint(fields)
+        with self._lock:
+            try:
+                self._number(Op.HINT, payload, _now_s() + ANSWER_S)
+            except (_Lost, TimeoutError):
+                return
+
     def close(self) -> None:
         """End the connection; pins and reservations end with it."""
         with self._lock:
@@ -204,10 +242,10 @@ class ArenaClient:
             self._drop()
 
     def _load_part(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
+        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float, tenant: str
     ) -> "tuple[int, Outcome]":
         try:
-            asked = payloads.pack_pin(list(keys), ends_s - _now_s())
+            asked = payloads.pack_pin(list(keys), ends_s - _now_s(), tenant)
             payload = self._call(Op.PIN, asked, Op.PINNED, ends_s)
             pin, gap, blocks = payloads.unpack_pinned(payload)
             if not blocks:
@@ -232,11 +270,17 @@ class ArenaClient:
         return copied.good, wire.outcome_of(gap)
 
     def _store_part(
-        self, keys: Sequence[bytes], blocks: Sequence[memoryview], ends_s: float
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        ends_s: float,
+        tenant: str,
+        priority: Priority,
     ) -> "tuple[int, int]":
         views = [flat(block) for block in blocks]
         items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
-        payload = self._call(Op.RESERVE, payloads.pack_reserve(items), Op.RESERVED, ends_s)
+        asked = payloads.pack_reserve(items, tenant, priority)
+        payload = self._call(Op.RESERVE, asked, Op.RESERVED, ends_s)
         grants = payloads.unpack_reserved(payload)
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         try:

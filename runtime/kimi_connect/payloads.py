@@ -2,10 +2,11 @@
 
 import struct
 from enum import IntEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kimi_connect.wire import (
     KEY_BYTES,
+    SESSION_BYTES,
     TAG_BYTES,
     U8,
     U32,
@@ -17,13 +18,18 @@ from kimi_connect.wire import (
     Grant,
     Granted,
     GroupTag,
+    HintKind,
     PinnedBlock,
+    Priority,
     WireError,
+    pack_text,
 )
 
 _Kind = TypeVar("_Kind", bound=IntEnum)
 
 MAX_WITHIN_MS = 2**32 - 1
+DEFAULT_TENANT = "default"
+_NO_MS = 2**32 - 1
 
 _UNPIN = struct.Struct("<QIB")
 _EXTENT = struct.Struct("<QI")
@@ -31,41 +37,53 @@ _ITEM = struct.Struct(f"<{KEY_BYTES}sI")
 _GRANT = struct.Struct("<BQI")
 _PINNED = struct.Struct("<QIBI")
 _TAG = struct.Struct(f"<I{TAG_BYTES}s")
+_HINT = struct.Struct(f"<{SESSION_BYTES}sBI{SESSION_BYTES}s")
 
 
 def pack_keys(keys: "tuple[bytes, ...] | list[bytes]") -> bytes:
-    """HELD's, TOUCH's and USED's payload."""
+    """The payload of HELD, TOUCH, USED and SERVED."""
     return U32.pack(len(keys)) + b"".join(keys)
 
 
 def unpack_keys(payload: bytes) -> "list[bytes]":
-    """HELD's, TOUCH's and USED's payload."""
+    """The payload of HELD, TOUCH, USED and SERVED."""
     cursor = Cursor(payload)
     keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
     cursor.end()
     return keys
 
 
-def pack_pin(keys: "tuple[bytes, ...] | list[bytes]", within_s: float) -> bytes:
-    """PIN's payload: the keys, and how long its sender waits for the answer."""
-    return U32.pack(max(0, min(MAX_WITHIN_MS, int(1e3 * within_s)))) + pack_keys(keys)
+def pack_pin(
+    keys: "tuple[bytes, ...] | list[bytes]", within_s: float, tenant: str = DEFAULT_TENANT
+) -> bytes:
+    """PIN's payload: the keys, how long its sender waits for the answer, and whose blocks it is."""
+    within_ms = max(0, min(MAX_WITHIN_MS, int(1e3 * within_s)))
+    return U32.pack(within_ms) + pack_text(tenant) + pack_keys(keys)
 
 
-def unpack_pin(payload: bytes) -> "tuple[list[bytes], float]":
-    """PIN's payload: the keys, and how long its sender waits, in seconds."""
+def unpack_pin(payload: bytes) -> "tuple[list[bytes], float, str]":
+    """PIN's payload: the keys, how long its sender waits (seconds), the tenant."""
     cursor = Cursor(payload)
-    (within_ms,) = cursor.unpack(U32)
-    return unpack_keys(payload[U32.size :]), within_ms / 1e3
+    (within_ms,), tenant = cursor.unpack(U32), cursor.text()
+    keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
+    cursor.end()
+    return keys, within_ms / 1e3, tenant
 
 
-def pack_reserve(items: "list[tuple[bytes, int]]") -> bytes:
-    """RESERVE's payload: keys and sizes in bytes."""
-    return U32.pack(len(items)) + b"".join(_ITEM.pack(key, size) for key, size in items)
+def pack_reserve(
+    items: "list[tuple[bytes, int]]",
+    tenant: str = DEFAULT_TENANT,
+    priority: Priority = Priority.NORMAL,
+) -> bytes:
+    """RESERVE's payload: whose blocks, how dear, keys and sizes in bytes."""
+    head = U8.pack(priority) + pack_text(tenant) + U32.pack(len(items))
+    return head + b"".join(_ITEM.pack(key, size) for key, size in items)
 
 
-def unpack_reserve(payload: bytes) -> "list[tuple[bytes, int]]":
-    """RESERVE's payload; sizes are at least 1."""
+def unpack_reserve(payload: bytes) -> "tuple[list[tuple[bytes, int]], str, Priority]":
+    """RESERVE's payload: keys and sizes (at least 1), the tenant, the priority."""
     cursor = Cursor(payload)
+    (priority,), tenant = cursor.unpack(U8), cursor.text()
     items: list[tuple[bytes, int]] = []
     for _ in range(cursor.count(_ITEM.size)):
         key, size = _ITEM.unpack(cursor.take(_ITEM.size))
@@ -73,7 +91,40 @@ def unpack_reserve(payload: bytes) -> "list[tuple[bytes, int]]":
             raise WireError("a block has at least one byte")
         items.append((key, size))
     cursor.end()
-    return items
+    return items, tenant, _member(Priority, priority)
+
+
+class HintFields(NamedTuple):
+    """HINT's payload."""
+
+    session: bytes
+    kind: HintKind
+    keys: "list[bytes]"
+    expected_s: "float | None"
+    child: bytes
+    tenant: str
+
+
+def pack_hint(hint: HintFields) -> bytes:
+    """HINT's payload; ValueError for a session's name of another size."""
+    if len(hint.session) != SESSION_BYTES or len(hint.child) not in (0, SESSION_BYTES):
+        raise ValueError(f"a session is named by {SESSION_BYTES} bytes")
+    expected_ms = _NO_MS
+    if hint.expected_s is not None:
+        expected_ms = max(0, min(_NO_MS - 1, int(1e3 * hint.expected_s)))
+    head = _HINT.pack(hint.session, hint.kind, expected_ms, hint.child)
+    return head + pack_text(hint.tenant) + pack_keys(hint.keys)
+
+
+def unpack_hint(payload: bytes) -> HintFields:
+    """HINT's payload."""
+    cursor = Cursor(payload)
+    session, kind, expected_ms, child = _HINT.unpack(cursor.take(_HINT.size))
+    tenant = cursor.text()
+    keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
+    cursor.end()
+    expected_s = None if expected_ms == _NO_MS else expected_ms / 1e3
+    return HintFields(session, _member(HintKind, kind), keys, expected_s, child, tenant)
 
 
 def pack_reserved(grants: "list[Granted]") -> bytes:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-VERSION = 2
+VERSION = 3
 MAX_PAYLOAD = 8 << 20
 KEY_BYTES = 16
 TAG_BYTES = 16
+SESSION_BYTES = 16
 NONCE_BYTES = 32
 MAX_KEYS = 1024
 """Keys a client puts into one request. The daemon may answer for fewer: ask again for the rest."""
@@ -51,6 +52,8 @@ class Op(IntEnum):
     ERROR = 22
     TOUCH = 23
     USED = 24
+    HINT = 25
+    SERVED = 26
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)
@@ -94,6 +97,28 @@ class Gap(IntEnum):
     EVICTED = 2
     CORRUPT = 3
     LATE = 4
+
+
+class Priority(IntEnum):
+    """How dear a block is to who puts it, beside the chance that it is wanted again."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
+class HintKind(IntEnum):
+    """What a HINT tells of a session.
+
+    ACTIVE: a turn runs. PAUSED: it waits for a tool or a person. ENDED: it is over. COMPACTED: it
+    gave up these blocks. FORKED: another session goes on from these blocks.
+    """
+
+    ACTIVE = 0
+    PAUSED = 1
+    ENDED = 2
+    COMPACTED = 3
+    FORKED = 4
 
 
 def outcome_of(gap: Gap) -> Outcome:

@@ -41,6 +41,8 @@ def pool_spec(folder: Path, **changes) -> UmbpSpec:
         "dram_bytes": "1MiB",
         "page_bytes": 4096,
         "call_key": call_key,
+        "evict_above": 1.0,  # so that tests can count what is evicted
+        "evict_to": 1.0,
     }
     return UmbpSpec(**(fields | changes))
 

@@ -12,7 +12,7 @@ owner's log, `FeedBatch` lines follow from `after + 1`; otherwise the snapshot c
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from annotated_types import Gt
+from annotated_types import Gt, Le
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import SpecModel
@@ -21,6 +21,19 @@ from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.units import Bytes, Rate, Seconds
 
 TierName = Literal["hbm", "dram", "ssd"]
+
+
+class TenantTerms(SpecModel):
+    """What a tenant is granted of a node's memory.
+
+    Its share is `weight`'s part among the tenants that use the memory now: what is above a
+    tenant's share makes room for others' puts, what is within it does not.
+    """
+
+    weight: Annotated[float, Gt(0)] = 1.0
+    quota: Annotated[Bytes, Gt(0)] | None = Field(
+        None, description="The most it may use, whatever is free; none: all of it."
+    )
 
 
 class UmbpSpec(SpecModel):
@@ -43,11 +56,77 @@ class UmbpSpec(SpecModel):
     ssd_write_rate: Annotated[Rate, Gt(0)] | None = Field(
         None, description="The most that is written to SSD; none: as much as it takes."
     )
+    tenants: dict[str, TenantTerms] = Field({}, description="By tenant; others have the default.")
+    tenant_default: TenantTerms = TenantTerms()
+    evict_above: Annotated[float, Gt(0), Le(1)] = Field(
+        0.98, description="Share of the memory in use above which it is evicted from."
+    )
+    evict_to: Annotated[float, Gt(0), Le(1)] = Field(
+        0.95, description="Share of the memory in use down to which that is."
+    )
+    recompute_rate: Annotated[Rate, Gt(0)] = Field(
+        1e9, description="KV an engine computes a second: what losing a block costs."
+    )
+    keep_arena: bool = Field(
+        False,
+        description="Leave the memory file on a stop in order, for the daemon that comes next. "
+        "After a crash it is taken over in any case. Whoever sets it removes the file in the end.",
+    )
+    numa_nodes: tuple[NonNegativeInt, ...] = Field(
+        (), description="Memory in equal parts on these nodes; none: where the system puts it."
+    )
     call_key: Path
     reservation_ttl: Annotated[Seconds, Gt(0)] = 30.0
     pin_lease: Annotated[Seconds, Gt(0)] = 10.0
     feed_interval: Annotated[Seconds, Gt(0)] = 0.02
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _evicts_downwards(self) -> Self:
+        if self.evict_to > self.evict_above:
+            raise ValueError(
+                f"evict_to is {self.evict_to}, above evict_above ({self.evict_above}): lower it"
+            )
+        return self
+
+
+class HintRequest(SpecModel):
+    """`POST /hint`: where a session stands, from whoever knows (a router, as a rule).
+
+    `keys` are the session's blocks in order: all it has now (active, paused; none: those told
+    before), those it gives up (compacted), or those that `child` goes on from (forked; none: all).
+    """
+
+    session: BlockKeyHex
+    kind: Literal["active", "paused", "ended", "compacted", "forked"]
+    keys: tuple[BlockKeyHex, ...] = ()
+    expected: Seconds | None = Field(None, description="How long a pause is likely to take.")
+    child: BlockKeyHex | None = None
+    tenant: str = "default"
+
+    @model_validator(mode="after")
+    def _a_fork_has_a_child(self) -> Self:
+        if (self.child is None) != (self.kind != "forked"):
+            raise ValueError("a fork, and nothing else, names its child")
+        return self
+
+
+class ClearRequest(SpecModel):
+    """`POST /clear`: forget every block put until now, or up to a generation.
+
+    Only in the daemon's `epoch`, so that a request that comes late, or twice, takes nothing newer.
+    """
+
+    epoch: NonNegativeInt
+    up_to: NonNegativeInt | None = Field(None, description="As answered to an earlier clear.")
+
+
+class ClearAnswer(SpecModel):
+    """What was forgotten, and up to which generation."""
+
+    epoch: NonNegativeInt
+    up_to: NonNegativeInt
+    blocks: NonNegativeInt
 
 
 class FeedHello(SpecModel):

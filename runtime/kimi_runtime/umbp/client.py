@@ -13,7 +13,18 @@ from typing import NamedTuple
 
 from kimi_connect import payloads, wire
 from kimi_connect.blocks import CopiedOut, check_store, copy_in, copy_out, flat
-from kimi_connect.wire import Commitment, Gap, Grant, Granted, GroupTag, Op, Outcome
+from kimi_connect.payloads import DEFAULT_TENANT
+from kimi_connect.wire import (
+    Commitment,
+    Gap,
+    Grant,
+    Granted,
+    GroupTag,
+    HintKind,
+    Op,
+    Outcome,
+    Priority,
+)
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
 from kimi_runtime.umbp.link import Link, LinkLost, open_link
@@ -108,7 +119,12 @@ class PoolClient:
         return run
 
     async def load(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str = DEFAULT_TENANT,
     ) -> LoadResult:
         """Copy the leading run of `keys` into `into`, verified after the copy, in time.
 
@@ -120,7 +136,7 @@ class PoolClient:
         done, outcome = 0, Outcome.HIT
         while done < len(keys) and outcome is Outcome.HIT:
             part = slice(done, done + KEYS_A_CALL)
-            count, outcome = await self._load_part(keys[part], into[part], ends_s)
+            count, outcome = await self._load_part(keys[part], into[part], ends_s, tenant)
             done += count
         if done > KEYS_A_CALL:
             self._touch(keys[:done])
@@ -130,7 +146,13 @@ class PoolClient:
         return LoadResult(done, outcome)
 
     async def store(
-        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str = DEFAULT_TENANT,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now.
 
@@ -143,7 +165,9 @@ class PoolClient:
         try:
             while done < len(keys):
                 part = slice(done, done + KEYS_A_CALL)
-                asked, kept = await self._store_part(keys[part], blocks[part], ends_s)
+                asked, kept = await self._store_part(
+                    keys[part], blocks[part], ends_s, tenant, priority
+                )
                 done += kept
                 if kept < asked or not asked:
                     break
@@ -156,6 +180,27 @@ class PoolClient:
     def used(self, keys: Sequence[bytes]) -> None:
         """These were found in the engine's own memory: they are worth keeping in the pool too."""
         self._tell(Op.USED, keys)
+
+    def hint(
+        self,
+        session: bytes,
+        kind: HintKind,
+        keys: Sequence[bytes] = (),
+        *,
+        expected_s: "float | None" = None,
+        child: bytes = b"",
+        tenant: str = DEFAULT_TENANT,
+    ) -> None:
+        """Tell the pool where a session stands; nothing happens without a connection.
+
+        `session` and `child` are 16 bytes (ValueError). ACTIVE and PAUSED name all blocks of the
+        session, or none if they are those told before; COMPACTED those it gives up; FORKED those
+        that `child` goes on from, or none for all. `expected_s` is how long a pause is to take.
+        """
+        fields = payloads.HintFields(session, kind, list(keys), expected_s, child, tenant)
+        payload = payloads.pack_hint(fields)
+        if self._link is not None:
+            self._link.tell(Op.HINT, payload)
 
     async def aclose(self) -> None:
         """End the connection; pins and reservations end with it."""
@@ -193,12 +238,12 @@ class PoolClient:
             return self._link
 
     async def _load_part(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
+        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float, tenant: str
     ) -> LoadResult:
         try:
             link = await self._connected(ends_s)
             within_s = ends_s - clock.now_s()
-            asked = payloads.pack_pin(list(keys), within_s)
+            asked = payloads.pack_pin(list(keys), within_s, tenant)
             answer = await link.call(Op.PIN, asked, within_s=within_s)
             pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
@@ -252,15 +297,19 @@ class PoolClient:
             raise
 
     async def _store_part(
-        self, keys: Sequence[bytes], blocks: Sequence[memoryview], ends_s: float
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        ends_s: float,
+        tenant: str,
+        priority: Priority,
     ) -> tuple[int, int]:
         """How many of `keys` were asked for, and how many leading ones of them are kept."""
         link = await self._connected(ends_s)
         views = [flat(block) for block in blocks]
         items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
-        answer = await link.call(
-            Op.RESERVE, payloads.pack_reserve(items), within_s=ends_s - clock.now_s()
-        )
+        asked = payloads.pack_reserve(items, tenant, priority)
+        answer = await link.call(Op.RESERVE, asked, within_s=ends_s - clock.now_s())
         grants = payloads.unpack_reserved(_payload(answer, Op.RESERVED))
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         written = await self._copy_in(

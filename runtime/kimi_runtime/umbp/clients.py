@@ -21,9 +21,16 @@ from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
 from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, LostBlocks, pinned_payload
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
 
 HANDSHAKE_S = 5.0
+
+_COUNTED = {
+    *(Op.ABORT, Op.RENEW, Op.UNPIN, Op.REPORT, Op.HINT),
+    *(Op.HELD, Op.TOUCH, Op.USED, Op.SERVED),
+}
+"""What is answered with a number."""
 
 log = logging.getLogger(__name__)
 
@@ -232,15 +239,17 @@ class Connection(asyncio.Protocol):
                 self._send(Op.COMMITTED, request, self._commit(payload))
             case Op.PIN:
                 self._pin(request, payload)
-            case Op.ABORT | Op.RENEW | Op.UNPIN | Op.HELD | Op.TOUCH | Op.USED | Op.REPORT:
+            case _ if op in _COUNTED:
                 self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
                 raise WireError(f"a client may not send {op.name}")
 
     def _count(self, op: Op, payload: bytes) -> int:
         now_s = clock.now_s()
-        if op in (Op.HELD, Op.TOUCH, Op.USED):
+        if op in (Op.HELD, Op.TOUCH, Op.USED, Op.SERVED):
             return self._run(op, payloads.unpack_keys(payload))
+        if op is Op.HINT:
+            return self._hint(payloads.unpack_hint(payload))
         if op is Op.RENEW:
             pin = payloads.unpack_number(payload)
             return int(self._pool.renew(pin, reader=self.number, now_s=now_s))
@@ -258,12 +267,15 @@ class Connection(asyncio.Protocol):
         assert self.instance is not None
         items: list[tuple[bytes, int]] = []
         pages = 0
-        for key, size in payloads.unpack_reserve(payload):
+        asked, tenant, priority = payloads.unpack_reserve(payload)
+        for key, size in asked:
             pages += -(-size // self._pool.page_bytes)
             if items and pages > PAGES_AN_ANSWER:
                 break
             items.append((key, size))
-        grants = self._pool.reserve(items, writer=self.instance, now_s=clock.now_s())
+        grants = self._pool.reserve(
+            items, writer=self.instance, now_s=clock.now_s(), tenant=tenant, priority=priority
+        )
         return payloads.pack_reserved(grants)
 
     def _commit(self, payload: bytes) -> bytes:
@@ -276,12 +288,32 @@ class Connection(asyncio.Protocol):
         second = self._clients.second
         if op is Op.HELD:
             return self._pool.held(keys) if second is None else second.held(keys)
-        if op is Op.USED and second is not None:
-            second.used(keys)
-        return self._pool.touch(keys)
+        if op is Op.SERVED:
+            self._clients.lost.hit += len(keys)
+            self._clients.lost.local_hit += len(keys)
+            self._pool.ghosts.asked(keys, len(keys), lambda key: True)
+        if op is not Op.TOUCH:
+            self._use(keys)
+        return self._pool.touch(keys, clock.now_s())
+
+    def _use(self, keys: list[bytes]) -> None:
+        self._pool.use(keys, clock.now_s())
+        if self._clients.second is not None:
+            self._clients.second.used(keys)
+
+    def _hint(self, told: payloads.HintFields) -> int:
+        hint = Hint(
+            tenant=told.tenant,
+            session=told.session,
+            kind=told.kind,
+            keys=told.keys,
+            expected_s=told.expected_s,
+            child=told.child,
+        )
+        return self._pool.hint(hint, clock.now_s())
 
     def _pin(self, request: int, payload: bytes) -> None:
-        keys, within_s = payloads.unpack_pin(payload)
+        keys, within_s, tenant = payloads.unpack_pin(payload)
         second = self._clients.second
 
         def answer(gap: Gap) -> None:
@@ -297,10 +329,9 @@ class Connection(asyncio.Protocol):
                 more=gap is Gap.NONE and second is not None and second.promoter.lacks(keys),
             )
             self._send(Op.PINNED, request, pinned)
-            if second is not None:
-                second.used(keys[:run])
+            self._use(keys[:run])
 
-        if second is None or not second.help(keys, answer, within_s=within_s):
+        if second is None or not second.help(keys, answer, within_s=within_s, tenant=tenant):
             answer(Gap.MISS)
 
     def _unpin(self, payload: bytes) -> bool:

@@ -22,14 +22,17 @@ from kimi_connect.arena import Arena, create_arena, epoch_of
 from kimi_runtime import clock
 from kimi_runtime.auth import read_call_keys
 from kimi_runtime.errors import CapacityError, ConfigError, KvCorrupt
-from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.spec.umbp import TenantTerms, UmbpSpec
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.feed import FeedLog
-from kimi_runtime.umbp.holdings import TierHoldings
+from kimi_runtime.umbp.holdings import Holdings, TierHoldings
 from kimi_runtime.umbp.http import Phase, PoolHttp
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.retention import Retention
 from kimi_runtime.umbp.second_tier import SecondTier
+from kimi_runtime.umbp.tenants import Accounts, Terms
 from kimi_runtime.umbp.tiers.dram import DramTier
+from kimi_runtime.umbp.tiers.ssd import COST as SSD_COST
 from kimi_runtime.umbp.tiers.ssd import SsdTier, open_ssd_tier
 from kimi_runtime.units import format_bytes
 
@@ -98,7 +101,7 @@ async def _engines(spec: UmbpSpec, http: PoolHttp, arena: Arena) -> AsyncIterato
         # bound before anything is running, so that a path in use ends the start as itself
         listener = owned.enter_context(_bound(spec.socket))
         in_memory, on_ssd = TierHoldings.pair(feed) if spec.ssd else (feed, None)
-        pool = Pool(arena.pages, arena.page_bytes, in_memory, spec.reservation_ttl, spec.pin_lease)
+        pool = _pool(spec, arena, in_memory, on_ssd)
         clients = Clients(pool, arena, str(spec.arena), http.call_keys, publish, feed)
         if spec.ssd is not None and on_ssd is not None:
             http.phase = Phase.LOG
@@ -130,6 +133,30 @@ async def _answering(
         clients.close()
 
 
+def _pool(spec: UmbpSpec, arena: Arena, feed: Holdings, on_ssd: Holdings | None) -> Pool:
+    """An empty pool of the arena's pages."""
+
+    def seconds_per_byte(key: bytes) -> float:
+        kept = on_ssd is not None and key in on_ssd
+        return 1.0 / (SSD_COST.bytes_per_s if kept else spec.recompute_rate)
+
+    def terms(granted: TenantTerms) -> Terms:
+        quota = None if granted.quota is None else granted.quota // arena.page_bytes
+        return Terms(granted.weight, quota)
+
+    return Pool(
+        *(arena.pages, arena.page_bytes, feed, spec.reservation_ttl, spec.pin_lease),
+        high=spec.evict_above,
+        low=spec.evict_to,
+        retention=Retention(seconds_per_byte=seconds_per_byte),
+        accounts=Accounts(
+            arena.pages,
+            {name: terms(granted) for name, granted in spec.tenants.items()},
+            terms(spec.tenant_default),
+        ),
+    )
+
+
 def _say_recovered(tier: SsdTier) -> None:
     stats = tier.stats()
     log.info(
@@ -159,6 +186,7 @@ async def _expire(clients: Clients, publish: _Publisher) -> None:
     while True:
         await asyncio.sleep(tick_s)
         pool.expire(clock.now_s())
+        pool.trim(clock.now_s())
         publish()
 
 

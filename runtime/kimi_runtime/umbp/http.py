@@ -1,17 +1,22 @@
-"""The daemon's HTTP face: health, metrics and the feed."""
+"""The daemon's HTTP face: health, metrics, the feed, and what is told to the pool."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel
 
+from kimi_connect.wire import HintKind
 from kimi_runtime import auth, clock
-from kimi_runtime.errors import KimistackError, Unauthorized, Unavailable
+from kimi_runtime.errors import KimistackError, RequestError, Unauthorized, Unavailable
+from kimi_runtime.spec.umbp import ClearAnswer, ClearRequest, HintRequest
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.metrics import PoolMetrics
+from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
 
@@ -19,6 +24,8 @@ WRITE_S = 10.0
 """A follower that takes no byte for this long is cut off; it comes back with its position."""
 
 MAX_FOLLOWERS = 4096
+MAX_BODY = 8 << 20
+"""A hint of a session of a million tokens has some 600 kB."""
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,6 +40,8 @@ class Phase(StrEnum):
     """The arena is bound; the SSD log is being recovered."""
     READY = "ready"
 
+
+_Request = TypeVar("_Request", bound=BaseModel)
 
 _NOT_READY = {
     Phase.ARENA: "the arena is being prepared; try again in a moment",
@@ -52,6 +61,7 @@ class PoolHttp:
     phase: Phase = Phase.ARENA
     clients: Clients | None = None
     followers: int = 0
+    _guard: auth.ReplayGuard = field(default_factory=auth.ReplayGuard)
 
     def app(self) -> web.Application:
         """The application to run."""
@@ -60,11 +70,13 @@ class PoolHttp:
         async def authenticated(request: web.Request, handler: Handler) -> web.StreamResponse:
             return await self._authenticated(request, handler)
 
-        app = web.Application(middlewares=[authenticated])
+        app = web.Application(middlewares=[authenticated], client_max_size=MAX_BODY)
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/readyz", self.readyz)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/feed", self.feed)
+        app.router.add_post("/hint", self.hint)
+        app.router.add_post("/clear", self.clear)
         return app
 
     async def healthz(self, request: web.Request) -> web.StreamResponse:
@@ -105,8 +117,7 @@ class PoolHttp:
 
     async def feed(self, request: web.Request) -> web.StreamResponse:
         """The feed, until the follower leaves."""
-        if self.clients is None:
-            raise Unavailable(_NOT_READY[self.phase])
+        clients = self._ready()
         if self.followers >= MAX_FOLLOWERS:
             raise Unavailable(f"{MAX_FOLLOWERS} followers are the limit; try again later")
         epoch, after = follow_from(request.query)
@@ -116,7 +127,7 @@ class PoolHttp:
         try:
             await response.prepare(request)
             lines = feed_lines(
-                self.clients.feed,
+                clients.feed,
                 self.pulse,
                 epoch=epoch,
                 after=after,
@@ -131,10 +142,46 @@ class PoolHttp:
             self.followers -= 1
         return response
 
+    async def hint(self, request: web.Request) -> web.StreamResponse:
+        """Where a session stands."""
+        told = _parsed(HintRequest, await request.read())
+        hint = Hint(
+            tenant=told.tenant,
+            session=bytes.fromhex(told.session),
+            kind=HintKind[told.kind.upper()],
+            keys=[bytes.fromhex(key) for key in told.keys],
+            expected_s=told.expected,
+            child=bytes.fromhex(told.child or ""),
+        )
+        return web.json_response({"blocks": self._ready().pool.hint(hint, clock.now_s())})
+
+    async def clear(self, request: web.Request) -> web.StreamResponse:
+        """Forget blocks, from memory and SSD; 400 in another epoch."""
+        asked = _parsed(ClearRequest, await request.read())
+        clients = self._ready()
+        epoch, pool = clients.arena.epoch, clients.pool
+        if asked.epoch != epoch:
+            raise RequestError(
+                f"this daemon's epoch is {epoch}, not {asked.epoch}: ask again for that",
+                param="epoch",
+            )
+        up_to = pool.number if asked.up_to is None else min(asked.up_to, pool.number)
+        blocks = pool.clear(up_to)
+        if clients.second is not None:
+            blocks += clients.second.clear()
+        clients.changed()
+        answer = ClearAnswer(epoch=epoch, up_to=up_to, blocks=blocks)
+        return web.json_response(answer.model_dump(mode="json"))
+
+    def _ready(self) -> Clients:
+        if self.clients is None:
+            raise Unavailable(_NOT_READY[self.phase])
+        return self.clients
+
     async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in auth.OPEN_PATHS:
-                auth.verify(
+                nonce = auth.verify(
                     self.call_keys,
                     request.headers.get(auth.HEADER),
                     request.method,
@@ -142,12 +189,21 @@ class PoolHttp:
                     await request.read(),
                     unix_s=clock.unix_s(),
                 )
+                if request.method == "POST":
+                    self._guard.accept(nonce, unix_s=clock.unix_s())
             return await handler(request)
         except Unauthorized as exc:
             log.warning("umbp: refused %s %s: %s", request.method, request.path, exc)
             return _failure(exc)
         except KimistackError as exc:
             return _failure(exc)
+
+
+def _parsed(kind: type[_Request], body: bytes) -> _Request:
+    try:
+        return kind.model_validate_json(body)
+    except ValueError as exc:
+        raise RequestError(f"the request does not parse: {exc}") from exc
 
 
 def _ssd(second: SecondTier) -> dict[str, object]:

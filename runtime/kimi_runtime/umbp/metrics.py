@@ -13,12 +13,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.ghosts import Ghosts
+from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.promotion import Landing
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.ssdlog.health import Access, Refusal
-from kimi_runtime.umbp.write_through import EVICTED, QUEUE_FULL
+from kimi_runtime.umbp.tenants import Account
+from kimi_runtime.umbp.write_through import CLEARED, EVICTED, QUEUE_FULL
 
 _PREFIX = "kimistack_umbp_"
+TENANTS = 20
+"""Tenants with a label of their own, so that their number does not grow with them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +65,10 @@ def _gauges(clients: Clients) -> Iterator[Metric]:
         "quarantined": pool.reservations(quarantined=True),
     }
     yield _gauge("reservations", "Reservations by state.", reservations, "state")
+    yield _gauge("live_bytes", "Bytes of visible blocks.", pool.live_bytes)
+    yield _gauge("sessions", "Sessions known by hints.", pool.retention.sessions)
+    tenants = {account.name: float(account.used_pages) for account in _largest(pool)}
+    yield _gauge("tenant_pages", "Pages of the tenants that use most.", tenants, "tenant")
     yield _gauge("clients", "Connected engines.", len(clients))
     yield _gauge("feed_seq", "Sequence number of the newest change.", clients.feed.seq)
 
@@ -76,12 +85,18 @@ def _counters(clients: Clients) -> Iterator[Metric]:
         "writer_gone": c.writer_gone,
     }
     yield _counter("ended_reservations", "Reservations ended, by how.", ended, "how")
+    yield _counter("over_quota_blocks", "Of the refused, for a tenant's quota.", c.over_quota)
+    yield _counter("put_blocks", "Committed blocks.", c.put)
     yield _counter("put_bytes", "Bytes of committed blocks.", c.put_bytes)
+    yield _counter("adopted_blocks", "Blocks taken over from the daemon before.", c.adopted)
+    yield _counter("adopted_bytes", "Bytes of blocks taken over.", c.adopted_bytes)
     yield _counter("evicted_blocks", "Blocks evicted for space.", c.evicted)
     yield _counter("evicted_bytes", "Bytes evicted for space.", c.evicted_bytes)
     dropped = {"corrupt": c.corrupt, "cleared": c.cleared}
     yield _counter("dropped_blocks", "Blocks dropped otherwise.", dropped, "reason")
+    yield _counter("dropped_bytes", "Bytes of blocks dropped otherwise.", c.dropped_bytes)
     yield _counter("hit_blocks", "Blocks served.", lost.hit)
+    yield _counter("local_hit_blocks", "Of those, taken without asking.", lost.local_hit)
     reasons = {
         "miss": lost.miss,
         "evicted": lost.evicted,
@@ -91,6 +106,24 @@ def _counters(clients: Clients) -> Iterator[Metric]:
     }
     yield _counter("lost_blocks", "Blocks asked for and not served.", reasons, "reason")
     yield _counter("refused_clients", "Connections refused.", clients.refused)
+    hints = {
+        kind.name.lower(): float(count) for kind, count in clients.pool.retention.hints.items()
+    }
+    yield _counter("hints", "What was told of sessions.", hints, "kind")
+    yield from _price(clients.pool.ghosts)
+
+
+def _price(ghosts: Ghosts) -> Iterator[Metric]:
+    """Hits that more memory would have brought, by how much more; of `ghost_asked_blocks`."""
+    yield _counter("ghost_asked_blocks", "Blocks of runs that were priced.", ghosts.asked_blocks)
+    yield _counter("ghost_hit_blocks", "Of those, hits.", ghosts.hit_blocks)
+    more = {f"{share:.1%}": float(count) for share, count in ghosts.more_hits.items()}
+    text = "Of those, lost blocks that more memory would have kept."
+    yield _counter("ghost_kept_blocks", text, more, "more")
+
+
+def _largest(pool: Pool) -> list[Account]:
+    return sorted(pool.accounts, key=lambda account: -account.used_pages)[:TENANTS]
 
 
 def _ssd_gauges(second: SecondTier) -> Iterator[Metric]:
@@ -132,7 +165,7 @@ def _ssd_counters(second: SecondTier) -> Iterator[Metric]:
     yield _counter("ssd_busy_requests", "Requests not helped: too many waited.", second.busy)
     yield _counter("ssd_offered_blocks", "Blocks worth writing.", writer.offered)
     yield _counter("ssd_kept_blocks", "Blocks worth writing that are on SSD.", writer.kept)
-    dropped = {why: writer.dropped[why] for why in (QUEUE_FULL, EVICTED, *Refusal)}
+    dropped = {why: writer.dropped[why] for why in (QUEUE_FULL, EVICTED, CLEARED, *Refusal)}
     yield _counter("ssd_dropped_blocks", "Blocks worth writing, dropped.", dropped, "reason")
 
 

@@ -1,10 +1,12 @@
 """Which pages of an arena are free: contiguous runs first, scattered ones if there are none.
 
-Pure. Free runs are kept by their start and their end, so that neighbours merge at once, and in
-classes by size (powers of two), so that a fitting run is found without a scan. All-or-nothing.
+Pure. An arena is made of *segments* (one per NUMA node; one if there is one), and no run crosses
+from one into the next: a block lies in one piece if any segment has a run for it, else scattered in
+the segment with most room, else across segments. All-or-nothing.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 from kimi_connect.wire import Extent
 
@@ -13,46 +15,104 @@ _LOOK_AT = 8
 
 
 class Pages:
-    """The free pages of an arena of `total` pages."""
+    """The free pages of an arena of `total` pages in `segments` (their lengths; none: one).
 
-    def __init__(self, total: int) -> None:
+    `used` are pages that are taken from the start. ValueError if the segments don't add up.
+    """
+
+    def __init__(
+        self, total: int, segments: Sequence[int] = (), used: Iterable[Extent] = ()
+    ) -> None:
+        lengths = list(segments) or [total]
+        if sum(lengths) != total or min(lengths) < 0:
+            raise ValueError(f"segments of {lengths} pages in an arena of {total}")
         self.total = total
-        self.free = 0
-        self._length_at: dict[int, int] = {}  # start of a free run -> its length
-        self._start_before: dict[int, int] = {}  # page after a free run -> its start
-        self._by_class: list[dict[int, None]] = [{} for _ in range(total.bit_length() + 1)]
-        self._put(0, total)
+        self._starts = [sum(lengths[:n]) for n in range(len(lengths))]
+        self._segments = [_Segment() for _ in lengths]
+        at = 0
+        for first, count in [*sorted(used), Extent(total, 0)]:
+            if first < at or first + count > total:
+                raise ValueError(f"pages {first}+{count} overlap others or the arena's end")
+            self._free_between(at, first, lengths)
+            at = first + count
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds."""
+        return sum(segment.free for segment in self._segments)
 
     def take(self, count: int) -> tuple[Extent, ...] | None:
         """`count` pages, in as few runs as can be found quickly; None if fewer are free."""
         if count > self.free:
             return None
+        roomy = sorted(self._segments, key=lambda segment: -segment.free)
+        for segment in roomy:
+            run = segment.take_run(count)
+            if run is not None:
+                return (run,)
+        if count <= roomy[0].free:
+            return tuple(roomy[0].take_scattered(count))
+        extents: list[Extent] = []
+        for segment in roomy:
+            part = min(count, segment.free)
+            extents += segment.take_scattered(part)
+            count -= part
+        return tuple(extents)
+
+    def give_back(self, extents: Iterable[Extent]) -> None:
+        """Free pages that `take` gave out. AssertionError for a page that is free already."""
+        for extent in extents:
+            self._segments[bisect_right(self._starts, extent.first) - 1].give_back(extent)
+
+    def free_runs(self) -> dict[int, int]:
+        """Start and length of every free run, for integrity checks."""
+        return {start: n for segment in self._segments for start, n in segment.runs().items()}
+
+    def _free_between(self, start: int, end: int, lengths: Sequence[int]) -> None:
+        for segment, first, length in zip(self._segments, self._starts, lengths, strict=True):
+            low, high = max(start, first), min(end, first + length)
+            if low < high:
+                segment.give_back(Extent(low, high - low))
+
+
+class _Segment:
+    """Free runs by their start and their end, so that neighbours merge at once.
+
+    And in classes by size (powers of two), so that a fitting run is found without a scan.
+    """
+
+    def __init__(self) -> None:
+        self.free = 0
+        self._length_at: dict[int, int] = {}  # start of a free run -> its length
+        self._start_before: dict[int, int] = {}  # page after a free run -> its start
+        self._by_class: list[dict[int, None]] = [{} for _ in range(64)]
+
+    def runs(self) -> dict[int, int]:
+        return dict(self._length_at)
+
+    def take_run(self, count: int) -> Extent | None:
         start = self._fitting(count)
-        if start is not None:
-            return (self._cut(start, count),)
+        return None if start is None else self._cut(start, count)
+
+    def take_scattered(self, count: int) -> list[Extent]:
         extents = []
         while count:
             start = self._largest()
             extent = self._cut(start, min(count, self._length_at[start]))
             extents.append(extent)
             count -= extent.pages
-        return tuple(extents)
+        return extents
 
-    def give_back(self, extents: Iterable[Extent]) -> None:
-        """Free pages that `take` gave out. AssertionError for a page that is free already."""
-        for first, count in extents:
-            start, length = first, count
-            before = self._start_before.get(first)
-            if before is not None:
-                length += self._remove(before)
-                start = before
-            if first + count in self._length_at:
-                length += self._remove(first + count)
-            self._put(start, length)
-
-    def free_runs(self) -> dict[int, int]:
-        """Start and length of every free run, for integrity checks."""
-        return dict(self._length_at)
+    def give_back(self, extent: Extent) -> None:
+        first, count = extent
+        start, length = first, count
+        before = self._start_before.get(first)
+        if before is not None:
+            length += self._remove(before)
+            start = before
+        if first + count in self._length_at:
+            length += self._remove(first + count)
+        self._put(start, length)
 
     def _fitting(self, count: int) -> int | None:
         own = count.bit_length()

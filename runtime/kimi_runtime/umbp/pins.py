@@ -17,6 +17,8 @@ class LostBlocks:
     """Blocks that clients asked for and did not get, by the reason the run ended."""
 
     hit: int = 0
+    local_hit: int = 0
+    """Of the hits, those clients took from the arena without asking."""
     miss: int = 0
     evicted: int = 0
     unavailable: int = 0
@@ -59,6 +61,8 @@ def pinned_payload(
     ssd_failed = pinned.gap is not Gap.NONE and failure in (Gap.CORRUPT, Gap.LATE)
     gap = failure if ssd_failed else pinned.gap
     lost.lose(len(keys) - len(pinned.blocks) if gap is not Gap.NONE else 0, gap)
+    asked = keys if gap is not Gap.NONE else keys[: len(pinned.blocks)]
+    pool.ghosts.asked(asked, len(pinned.blocks), lambda key: pool.block(key) is not None)
     blocks = [
         PinnedBlock(block.generation, block.size, block.tags, block.extents)
         for block in pinned.blocks

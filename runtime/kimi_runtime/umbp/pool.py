@@ -5,25 +5,38 @@ and commits that generation with its tags; only then is the block visible. A res
 is over can't be committed any more, but a generation stops a late *commit*, not a late *store*: its
 pages stay in quarantine until the writer itself gives them back (`commit`, `abort`) or can't write
 any more (`writer_gone`). A get pins blocks for a lease, which its reader renews; a lapsed pin
-protects nothing, and `unpin` says so. Unpinned blocks go least recently used first.
+protects nothing, and `unpin` says so. Which unpinned block goes first is `eviction`'s and
+`retention`'s to say, within what `tenants` allows.
 
-Every block that was ever put is live, evicted or dropped; `check_integrity` counts them and the
-pages.
+Every block that was ever put or adopted is live, evicted or dropped; `check_integrity` counts them
+and the pages.
 """
 
-from collections import OrderedDict
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag
+from kimi_connect.payloads import DEFAULT_TENANT
+from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag, Priority
+from kimi_runtime.umbp import audit
+from kimi_runtime.umbp.eviction import Idle
+from kimi_runtime.umbp.ghosts import Ghosts
 from kimi_runtime.umbp.holdings import Holdings
+from kimi_runtime.umbp.journal import Journal, Kept, NoJournal
 from kimi_runtime.umbp.pages import Pages
 from kimi_runtime.umbp.records import Block, Pinned, PoolCounters, Reservation
+from kimi_runtime.umbp.retention import Hint, Retention
+from kimi_runtime.umbp.tenants import Account, Accounts
+
+__all__ = ["DEFAULT_TENANT", "Pool"]
 
 
 @dataclass(slots=True)
 class Pool:
-    """The bookkeeping of `total_pages` pages of `page_bytes`; changes are told to `feed`."""
+    """The bookkeeping of `total_pages` pages of `page_bytes`; changes are told to `feed`.
+
+    `high` and `low` are watermarks: `trim` brings a memory fuller than `high` down to `low`.
+    """
 
     total_pages: int
     page_bytes: int
@@ -32,20 +45,28 @@ class Pool:
     pin_lease_s: float
     ghost_keys: int = 65_536
     """Evicted keys remembered, so that a later miss can say it was an eviction."""
+    segments: Sequence[int] = ()
+    high: float = 1.0
+    low: float = 1.0
+    journal: Journal = field(default_factory=NoJournal)
+    retention: Retention = field(default_factory=Retention)
+    accounts: Accounts = field(default=None)  # type: ignore[assignment]
     counters: PoolCounters = field(default_factory=PoolCounters)
+    ghosts: Ghosts = field(init=False)
     _pages: Pages = field(init=False)
+    _idle: Idle = field(init=False)
     _blocks: dict[bytes, Block] = field(default_factory=dict)
-    _idle: OrderedDict[bytes, Block] = field(default_factory=OrderedDict)
-    """Visible unpinned blocks, coldest first."""
-    _idle_pages: int = 0
     _reservations: dict[int, Reservation] = field(default_factory=dict)
     _pins: dict[int, Pinned] = field(default_factory=dict)
-    _ghosts: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _number: int = 0
     _cleared_at: int = 0
 
     def __post_init__(self) -> None:
-        self._pages = Pages(self.total_pages)
+        if self.accounts is None:
+            self.accounts = Accounts(self.total_pages)
+        self.ghosts = Ghosts(self.total_pages * self.page_bytes, self.ghost_keys)
+        self._pages = Pages(self.total_pages, self.segments)
+        self._idle = Idle(self.accounts, self.retention)
 
     @property
     def free_pages(self) -> int:
@@ -55,12 +76,23 @@ class Pool:
     @property
     def evictable_pages(self) -> int:
         """Pages of unpinned blocks."""
-        return self._idle_pages
+        return self._idle.pages
 
     @property
     def live_blocks(self) -> int:
         """Visible blocks."""
         return len(self._blocks)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of visible blocks: what was put or adopted and is neither evicted nor dropped."""
+        c = self.counters
+        return c.put_bytes + c.adopted_bytes - c.evicted_bytes - c.dropped_bytes
+
+    @property
+    def number(self) -> int:
+        """The newest generation or pin given out."""
+        return self._number
 
     @property
     def open_pins(self) -> int:
@@ -76,6 +108,10 @@ class Pool:
         """How many reservations are open, or in quarantine."""
         return sum(r.quarantined is quarantined for r in self._reservations.values())
 
+    def writers(self) -> set[bytes]:
+        """Everybody with a reservation in quarantine."""
+        return {r.writer for r in self._reservations.values() if r.quarantined}
+
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` held. Renews nothing: probes must not feed LRU."""
         return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
@@ -84,23 +120,41 @@ class Pool:
         """The visible block of a key."""
         return self._blocks.get(key)
 
-    def use(self, keys: Iterable[bytes]) -> None:
-        """Count a use of each of `keys` that is held."""
-        for key in keys:
-            if key in self._blocks:
-                self._blocks[key].uses += 1
+    def blocks(self) -> list[Block]:
+        """Every visible block."""
+        return list(self._blocks.values())
 
-    def touch(self, keys: Sequence[bytes]) -> int:
+    def use(self, keys: Iterable[bytes], now_s: float = 0.0) -> None:
+        """Count a use of each of `keys` that is held."""
+        used = [key for key in keys if key in self._blocks]
+        for key in used:
+            block = self._blocks[key]
+            block.uses += 1
+            block.used_s = _at(now_s, block.used_s)
+            self.retention.used(key)
+        self._idle.warm(used[::-1])
+
+    def touch(self, keys: Sequence[bytes], now_s: float = 0.0) -> int:
         """Make the leading run of `keys` the warmest, its head most of all; the run's length.
 
         A chain that was put in parts needs it: a part put later is warmer than the head it hangs
         on, and without the head it is worth nothing.
         """
         run = keys[: self.held(keys)]
-        for key in reversed(run):
-            if key in self._idle:
-                self._idle.move_to_end(key)
+        for key in run:
+            self._blocks[key].used_s = _at(now_s, self._blocks[key].used_s)
+        self._idle.warm(run[::-1])
         return len(run)
+
+    def hint(self, hint: Hint, now_s: float) -> int:
+        """Learn of a session; how many of its blocks here that concerns."""
+        changed = self.retention.hint(hint, now_s)
+        for key in changed:
+            if key not in self._blocks:
+                self.retention.gone(key)
+        here = [key for key in changed if key in self._blocks]
+        self._idle.warm(here[::-1])
+        return len(here)
 
     def within(self, keys: Sequence[bytes], pages: int) -> int:
         """Length of the leading run held here that takes at most `pages`, but at least one."""
@@ -120,6 +174,8 @@ class Pool:
         writer: bytes,
         now_s: float,
         evict: bool = True,
+        tenant: str = DEFAULT_TENANT,
+        priority: Priority = Priority.NORMAL,
     ) -> list[Granted]:
         """Pages for every (key, size) until one doesn't fit; the rest is FULL, at once.
 
@@ -132,19 +188,15 @@ class Pool:
             if key in self._blocks:
                 grants.append(Granted(Grant.HELD))
                 continue
-            extents = None if full else self._make_room(-(-size // self.page_bytes), evict)
-            if extents is None:
+            granted = None
+            if not full:
+                account = self.accounts.of(tenant)
+                granted = self._reserve(key, size, writer, account, priority, now_s, evict)
+            if granted is None:
                 full = True
                 self.counters.refused += 1
-                grants.append(Granted(Grant.FULL))
-                continue
-            self._number += 1
-            self.counters.reserved += 1
-            expires_s = now_s + self.reservation_ttl_s
-            self._reservations[self._number] = Reservation(
-                key, self._number, size, extents, writer, expires_s
-            )
-            grants.append(Granted(Grant.RESERVED, self._number, extents))
+                granted = Granted(Grant.FULL)
+            grants.append(granted)
         return grants
 
     def commit(
@@ -201,13 +253,13 @@ class Pool:
         run = [self._blocks[key] for key in keys[: self.held(keys)]]
         gap = Gap.NONE
         if len(run) < len(keys):
-            gap = Gap.EVICTED if keys[len(run)] in self._ghosts else Gap.MISS
+            gap = Gap.EVICTED if keys[len(run)] in self.ghosts else Gap.MISS
         self._number += 1
         pinned = Pinned(self._number, reader, tuple(run), gap, now_s + self.pin_lease_s)
         for block in run:
-            if not block.pins and self._idle.pop(block.key, None) is not None:
-                self._idle_pages -= block.pages
+            self._idle.remove(block.key)
             block.pins += 1
+            block.used_s = _at(now_s, block.used_s)
         if run:
             self._pins[pinned.number] = pinned
         self.counters.pinned += len(run)
@@ -254,65 +306,145 @@ class Pool:
         for pinned in [p for p in self._pins.values() if now_s >= p.expires_s]:
             self._lapse(pinned)
 
-    def evict(self, blocks: int) -> list[bytes]:
-        """Forget up to `blocks` unpinned blocks, coldest first; their keys."""
-        return [self._evict_coldest() for _ in range(min(blocks, len(self._idle)))]
+    def trim(self, now_s: float) -> int:
+        """Evict down to the low watermark if the high one is passed; how many went.
 
-    def clear(self) -> int:
-        """Forget everything; what is reserved now can't be committed later. How many went."""
-        blocks = list(self._blocks.values())
-        self._cleared_at = self._number
+        Done beside requests, so that a put finds free pages and needs not wait for a choice.
+        """
+        evicted = 0
+        if self._pages.free < (1.0 - self.high) * self.total_pages:
+            while self._pages.free < (1.0 - self.low) * self.total_pages:
+                victim = self._idle.victim(now_s)
+                if victim is None:
+                    break
+                self._evict(victim)
+                evicted += 1
+        return evicted
+
+    def evict(self, blocks: int, now_s: float = 0.0) -> list[bytes]:
+        """Forget up to `blocks` unpinned blocks, least worth first; their keys."""
+        keys: list[bytes] = []
+        while len(keys) < blocks and (victim := self._idle.victim(now_s)) is not None:
+            keys.append(victim.key)
+            self._evict(victim)
+        return keys
+
+    def clear(self, up_to: int | None = None) -> int:
+        """Forget what was put or reserved up to a generation (None: until now); how many went.
+
+        What is reserved by then can't be committed later. Repeating a clear takes nothing newer.
+        """
+        up_to = self._number if up_to is None else min(up_to, self._number)
+        self._cleared_at = max(self._cleared_at, up_to)
+        blocks = [block for block in self._blocks.values() if block.generation <= up_to]
+        rest = len(blocks) < len(self._blocks)
         for block in blocks:
             self._forget(block)
             self.counters.dropped_bytes += block.size
         self.counters.cleared += len(blocks)
-        self._ghosts.clear()
-        self.feed.clear()
+        if rest:
+            self.feed.remove([block.key for block in blocks])
+        else:
+            self.ghosts.clear()
+            self.feed.clear()
         return len(blocks)
+
+    def drop(self, key: bytes, generation: int) -> bool:
+        """A block does not match its tags: drop it, if it is still this one."""
+        block = self._blocks.get(key)
+        if block is None or block.generation != generation:
+            return False
+        self._drop(block)
+        return True
+
+    def adopt(self, kept: Kept, now_s: float) -> None:
+        """Take over what an earlier daemon had, before anything else is done with this pool.
+
+        Its reservations are in quarantine: their writers may still be there. ValueError, and
+        nothing is taken over, if two of them share a page.
+        """
+        extents = [extent for block in kept.blocks for extent in block.extents]
+        extents += [extent for old in kept.reservations for extent in old.extents]
+        self._pages = Pages(self.total_pages, self.segments, used=extents)
+        self._number = max(self._number, kept.number)
+        for old in kept.reservations:
+            account = self.accounts.of(old.tenant)
+            reservation = Reservation(
+                *(b"", old.generation, 0, old.extents, old.writer, now_s, account),
+                Priority.NORMAL,
+                quarantined=True,
+            )
+            self._reservations[old.generation] = reservation
+            self.accounts.use(account, reservation.pages)
+        self.counters.adopted_reservations += len(kept.reservations)
+        for one in sorted(kept.blocks, key=lambda kept: kept.generation):
+            account, pages = self.accounts.of(one.tenant), sum(e.pages for e in one.extents)
+            where = (one.key, one.generation, one.size, pages, one.extents, one.tags)
+            block = Block(*where, account, one.priority, now_s)
+            self.accounts.use(account, pages)
+            self._blocks[one.key] = block
+            self._idle.add(block)
+            self.counters.adopted += 1
+            self.counters.adopted_bytes += one.size
+        self.feed.add([one.key for one in kept.blocks])
 
     def check_integrity(self) -> None:
         """AssertionError unless every page and every block is accounted for exactly once."""
-        owner: dict[int, str] = {}
-        gone = {id(b): b for p in self._pins.values() for b in p.blocks if b.gone}
-        runs = [(Extent(*run), "free") for run in self._pages.free_runs().items()]
-        runs += [(e, "block") for b in self._blocks.values() for e in b.extents]
-        runs += [(e, "gone") for b in gone.values() for e in b.extents]
-        runs += [(e, "reserved") for r in self._reservations.values() for e in r.extents]
-        for (first, count), kind in runs:
-            for page in range(first, first + count):
-                assert page not in owner, f"page {page} is {owner[page]} and {kind}"
-                owner[page] = kind
-        assert len(owner) == self.total_pages, f"{self.total_pages - len(owner)} pages are lost"
-        c = self.counters
-        assert c.put == len(self._blocks) + c.evicted + c.corrupt + c.cleared
-        live_bytes = sum(block.size for block in self._blocks.values())
-        assert c.put_bytes == live_bytes + c.evicted_bytes + c.dropped_bytes
-        ended = c.put + c.duplicate + c.aborted + c.expired + c.writer_gone
-        assert c.reserved == ended + len(self._reservations)
-        assert self._idle_pages == sum(block.pages for block in self._idle.values())
-        assert all(not b.pins and self._blocks[k] is b for k, b in self._idle.items())
-        pins = sum(block.pins for block in (*self._blocks.values(), *gone.values()))
-        assert pins == sum(len(pinned.blocks) for pinned in self._pins.values())
-        assert len(self.feed) == len(self._blocks)
+        audit.check(self)
 
-    def _make_room(self, pages: int, evict: bool) -> tuple[Extent, ...] | None:
-        room = self._pages.free + (self._idle_pages if evict else 0)
-        if pages > room:
+    def _reserve(
+        self,
+        key: bytes,
+        size: int,
+        writer: bytes,
+        account: Account,
+        priority: Priority,
+        now_s: float,
+        evict: bool,
+    ) -> Granted | None:
+        pages = -(-size // self.page_bytes)
+        extents = self._make_room(pages, account, evict, now_s)
+        if extents is None:
+            return None
+        self._number += 1
+        reservation = Reservation(
+            *(key, self._number, size, extents, writer, now_s + self.reservation_ttl_s),
+            account=account,
+            priority=priority,
+        )
+        if not self.journal.reserved(reservation):
+            self._pages.give_back(extents)
+            return None
+        self._reservations[self._number] = reservation
+        self.accounts.use(account, pages)
+        self.counters.reserved += 1
+        return Granted(Grant.RESERVED, self._number, extents)
+
+    def _make_room(
+        self, pages: int, account: Account, evict: bool, now_s: float
+    ) -> tuple[Extent, ...] | None:
+        quota = account.terms.quota_pages
+        over = 0 if quota is None else max(0, account.used_pages + pages - quota)
+        if over > (account.idle_pages if evict else 0):
+            self.counters.over_quota += 1
+            return None
+        if pages > self._pages.free + (self._idle.room(account) if evict else 0):
             return None  # evicting would not be enough: leave what is here
-        while self._pages.free < pages:
-            self._evict_coldest()
+        leave = account.used_pages - over
+        while self._pages.free < pages or account.used_pages > leave:
+            own = account.used_pages > leave
+            victim = self._idle.victim(now_s, account, own=own)
+            if victim is None:
+                return None
+            self._evict(victim)
         return self._pages.take(pages)
 
-    def _evict_coldest(self) -> bytes:
-        key, block = next(iter(self._idle.items()))
+    def _evict(self, block: Block) -> None:
         self._forget(block)
-        self.feed.remove([key])
+        self.feed.remove([block.key])
         self.counters.evicted += 1
         self.counters.evicted_bytes += block.size
-        self._ghosts[key] = None
-        if len(self._ghosts) > self.ghost_keys:
-            self._ghosts.popitem(last=False)
-        return key
+        self.ghosts.evicted(block.key, block.size)
 
     def _commit(
         self, generation: int, tags: tuple[GroupTag, ...], writer: bytes, now_s: float
@@ -325,28 +457,39 @@ class Pool:
             self._end(reservation)
             self.counters.expired += 1
             return Commitment.EXPIRED
-        key = reservation.key
-        if key in self._blocks:
+        if reservation.key in self._blocks:
             self._end(reservation)
             self.counters.duplicate += 1
             return Commitment.DUPLICATE
+        self._show(reservation, tags, now_s)
+        return Commitment.COMMITTED
+
+    def _show(self, reservation: Reservation, tags: tuple[GroupTag, ...], now_s: float) -> None:
+        key, generation = reservation.key, reservation.generation
+        block = Block(
+            *(key, generation, reservation.size, reservation.pages, reservation.extents, tags),
+            account=reservation.account,
+            priority=reservation.priority,
+            used_s=_at(now_s, 0.0),
+        )
+        self.journal.published(block)
+        self.journal.ended(generation)
         del self._reservations[generation]
-        pages = sum(extent.pages for extent in reservation.extents)
-        block = Block(key, generation, reservation.size, pages, reservation.extents, tags)
-        self._blocks[key] = self._idle[key] = block
-        self._idle_pages += pages
-        self._ghosts.pop(key, None)
+        self._blocks[key] = block
+        self._idle.add(block)
+        self.ghosts.forget(key)
         self.feed.add([key])
         self.counters.put += 1
         self.counters.put_bytes += block.size
-        return Commitment.COMMITTED
 
     def _owned(self, generation: int, writer: bytes) -> Reservation | None:
         reservation = self._reservations.get(generation)
         return reservation if reservation is not None and reservation.writer == writer else None
 
     def _end(self, reservation: Reservation) -> None:
+        self.journal.ended(reservation.generation)
         del self._reservations[reservation.generation]
+        self.accounts.use(reservation.account, -reservation.pages)
         self._pages.give_back(reservation.extents)
 
     def _lapse(self, pinned: Pinned) -> None:
@@ -360,10 +503,9 @@ class Pool:
             if block.pins:
                 continue
             if block.gone:
-                self._pages.give_back(block.extents)
+                self._free(block)
             else:
-                self._idle[block.key] = block
-                self._idle_pages += block.pages
+                self._idle.add(block)
 
     def _drop(self, block: Block) -> None:
         if block.gone:
@@ -374,9 +516,19 @@ class Pool:
         self.counters.dropped_bytes += block.size
 
     def _forget(self, block: Block) -> None:
+        self.journal.removed(block)
         del self._blocks[block.key]
+        self.retention.gone(block.key)
         block.gone = True
-        if self._idle.pop(block.key, None) is not None:
-            self._idle_pages -= block.pages
+        self._idle.remove(block.key)
         if not block.pins:
-            self._pages.give_back(block.extents)
+            self._free(block)
+
+    def _free(self, block: Block) -> None:
+        self.accounts.use(block.account, -block.pages)
+        self._pages.give_back(block.extents)
+
+
+def _at(now_s: float, before_s: float) -> float:
+    """When a block was used: what the daemon does without an end (`inf`) is no use."""
+    return max(now_s, before_s) if math.isfinite(now_s) else before_s

@@ -20,7 +20,7 @@ from kimi_connect.copying import copy_bytes
 from kimi_connect.wire import Commitment, Gap, Grant, Granted
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
-from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
 from kimi_runtime.umbp.ssdlog.log import Got
 from kimi_runtime.umbp.ssdlog.volume import Corrupt
 from kimi_runtime.umbp.tiers.dram import OWN_READER, OWN_WRITER
@@ -80,7 +80,9 @@ class Promoter:
         run = self._pool.held(keys)
         return run < len(keys) and bool(self._tier.held(keys[run : run + 1]))
 
-    async def bring(self, keys: Sequence[bytes], *, ends_s: float) -> Gap:
+    async def bring(
+        self, keys: Sequence[bytes], *, ends_s: float, tenant: str = DEFAULT_TENANT
+    ) -> Gap:
         """Bring the first piece of the run of `keys` into memory, until `ends_s`.
 
         Returns why the next block after the run in memory did not come; NONE: it is not on SSD, or
@@ -88,7 +90,7 @@ class Promoter:
         is it safe from eviction.
         """
         piece, lacking = self._piece(keys)
-        flights, refused = self._join(lacking)
+        flights, refused = self._join(lacking, tenant)
         with self._kept(piece), self._awaited(flights):
             await self._ended(flights, ends_s)
         run = self._pool.held(piece)
@@ -121,7 +123,7 @@ class Promoter:
             lacking.append(key)
         return list(keys), lacking
 
-    def _join(self, lacking: Sequence[bytes]) -> tuple[list[_Flight], Landing]:
+    def _join(self, lacking: Sequence[bytes], tenant: str) -> tuple[list[_Flight], Landing]:
         """The flights that bring `lacking`; what became of those that none brings."""
         new = [key for key in lacking if key not in self._flights]
         sizes = self._tier.sizes(new)
@@ -129,7 +131,7 @@ class Promoter:
         refused = Landing.GONE
         if items:
             # without an end: what is read into is given back when the read has ended, never before
-            grants = self._pool.reserve(items, writer=OWN_WRITER, now_s=math.inf)
+            grants = self._pool.reserve(items, writer=OWN_WRITER, now_s=math.inf, tenant=tenant)
             granted = [grant for grant in grants if grant.grant is Grant.RESERVED]
             if len(granted) < len(items):
                 refused = Landing.NO_ROOM

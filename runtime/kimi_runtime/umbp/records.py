@@ -1,8 +1,13 @@
 """What the pool keeps account of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kimi_connect.wire import Extent, Gap, GroupTag
+from kimi_connect.wire import Extent, Gap, GroupTag, Priority
+from kimi_runtime.umbp.tenants import Account, Terms
+
+
+def _nobody() -> Account:
+    return Account("", Terms())
 
 
 @dataclass(slots=True, eq=False)
@@ -15,6 +20,9 @@ class Block:
     pages: int
     extents: tuple[Extent, ...]
     tags: tuple[GroupTag, ...]
+    account: Account = field(default_factory=_nobody)
+    priority: Priority = Priority.NORMAL
+    used_s: float = 0.0
     pins: int = 0
     gone: bool = False
     uses: int = 1
@@ -31,7 +39,14 @@ class Reservation:
     extents: tuple[Extent, ...]
     writer: bytes
     expires_s: float
+    account: Account
+    priority: Priority
     quarantined: bool = False
+
+    @property
+    def pages(self) -> int:
+        """Pages it takes."""
+        return sum(extent.pages for extent in self.extents)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +62,19 @@ class Pinned:
 
 @dataclass(slots=True)
 class PoolCounters:
-    """Blocks (and bytes) since the start. put = live + evicted + corrupt + cleared."""
+    """Blocks (and bytes) since the start.
+
+    put + adopted = live + evicted + corrupt + cleared.
+    """
 
     reserved: int = 0
+    adopted: int = 0
+    """Blocks taken over from the daemon before, and reservations likewise."""
+    adopted_bytes: int = 0
+    adopted_reservations: int = 0
     refused: int = 0
+    over_quota: int = 0
+    """Of those refused, for the tenant's quota alone."""
     put: int = 0
     put_bytes: int = 0
     duplicate: int = 0

@@ -10,7 +10,7 @@ from kimi_connect.wire import Gap
 from kimi_runtime import clock
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp.holdings import TierHoldings
-from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
 from kimi_runtime.umbp.promotion import Promoter
 from kimi_runtime.umbp.tiers.ssd import SsdTier
 from kimi_runtime.umbp.worth import worth_writing
@@ -67,14 +67,23 @@ class SecondTier:
         return run
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Engines had a use for a run of blocks."""
-        self._pool.use(keys)
+        """Engines had a use for a run of blocks, which the pool has counted."""
         self.tier.touch(keys)
         worthy = worth_writing(keys, self._pool.block, self._on_ssd, after_uses=self._after_uses)
         self.writer.offer(worthy)
 
+    def clear(self) -> int:
+        """Forget what is on SSD and what was to be; how many blocks were there."""
+        self.writer.clear()
+        return len(self.tier.forget(self.tier.keys()))
+
     def help(
-        self, keys: Sequence[bytes], answer: Callable[[Gap], None], *, within_s: float
+        self,
+        keys: Sequence[bytes],
+        answer: Callable[[Gap], None],
+        *,
+        within_s: float,
+        tenant: str = DEFAULT_TENANT,
     ) -> bool:
         """Bring some of the run of `keys` into memory, then call `answer` with why no more came.
 
@@ -87,15 +96,16 @@ class SecondTier:
             self.busy += 1
             return False
         self._waiting += 1
-        self.spawn(self._help(keys, answer, within_s), "umbp-pin")
+        self.spawn(self._help(keys, answer, within_s, tenant), "umbp-pin")
         return True
 
     async def _help(
-        self, keys: Sequence[bytes], answer: Callable[[Gap], None], within_s: float
+        self, keys: Sequence[bytes], answer: Callable[[Gap], None], within_s: float, tenant: str
     ) -> None:
         try:
             wait_s = min(WAIT_SHARE * within_s, MAX_WAIT_S)
-            gap = await self.promoter.bring(keys, ends_s=clock.now_s() + wait_s)
+            ends_s = clock.now_s() + wait_s
+            gap = await self.promoter.bring(keys, ends_s=ends_s, tenant=tenant)
         finally:
             self._waiting -= 1
         answer(gap)

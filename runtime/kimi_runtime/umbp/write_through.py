@@ -30,6 +30,7 @@ MAKE_ROOM_TRIES = 4
 
 QUEUE_FULL = "queue_full"
 EVICTED = "evicted"
+CLEARED = "cleared"
 """Reasons for a drop beside the log's own refusals."""
 
 
@@ -55,6 +56,7 @@ class WriteThrough:
         self._bytes_per_s = bytes_per_s
         self._queue: dict[bytes, None] = {}
         self._writing = 0
+        self._clears = 0
         self._wake = asyncio.Event()
 
     @property
@@ -75,6 +77,12 @@ class WriteThrough:
         if self._queue:
             self._wake.set()
 
+    def clear(self) -> None:
+        """Nothing that is known now is to be on SSD."""
+        self.dropped[CLEARED] += len(self._queue)
+        self._queue.clear()
+        self._clears += 1
+
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
@@ -94,12 +102,14 @@ class WriteThrough:
             return 0
         pin = self._pool.pin([b.key for b in blocks], reader=OWN_READER, now_s=math.inf).number
         corrupt: list[int] = []
-        self._writing = len(blocks)
+        self._writing, clears = len(blocks), self._clears
         try:
             new, _ = await in_thread(lambda stop: self._bodies(blocks, stop), ends_s=math.inf)
             # last first: the log's coldest goes first, and a prefix is evicted from its end
             bad = await self._put(new[::-1])
             corrupt = [n for n, block in enumerate(blocks) if block.key in bad]
+            if clears != self._clears:
+                self._tier.forget([block.key for block in blocks])
         finally:
             self._writing = 0
             self._pool.unpin(pin, corrupt, reader=OWN_READER, now_s=clock.now_s())

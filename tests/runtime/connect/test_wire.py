@@ -10,6 +10,7 @@ from kimi_connect import payloads, wire
 from kimi_connect.wire import Commitment, Extent, Frame, Gap, Grant, Granted, GroupTag, Op
 
 keys = st.lists(st.binary(min_size=16, max_size=16), max_size=5)
+sessions = st.binary(min_size=16, max_size=16)
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 extents = st.lists(st.builds(Extent, u64, u32), max_size=4).map(tuple)
 group_tags = st.lists(
@@ -21,13 +22,28 @@ MESSAGES = {
     "pin": (
         lambda message: payloads.pack_pin(*message),
         payloads.unpack_pin,
-        st.tuples(keys, st.integers(0, 10**6).map(float)),
+        st.tuples(keys, st.integers(0, 10**6).map(float), st.text(max_size=20)),
     ),
     "reserve": (
-        payloads.pack_reserve,
+        lambda message: payloads.pack_reserve(*message),
         payloads.unpack_reserve,
-        st.lists(
-            st.tuples(st.binary(min_size=16, max_size=16), st.integers(1, 2**32 - 1)), max_size=5
+        st.tuples(
+            st.lists(st.tuples(sessions, st.integers(1, 2**32 - 1)), max_size=5),
+            st.text(max_size=20),
+            st.sampled_from(wire.Priority),
+        ),
+    ),
+    "hint": (
+        payloads.pack_hint,
+        payloads.unpack_hint,
+        st.builds(
+            payloads.HintFields,
+            sessions,
+            st.sampled_from(wire.HintKind),
+            keys,
+            st.none() | st.integers(0, 10**6).map(float),
+            sessions,
+            st.text(max_size=20),
         ),
     ),
     "reserved": (

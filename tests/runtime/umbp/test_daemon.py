@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
 import stat
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 
 from kimi_connect.arena import ArenaGone, attach_arena, create_arena
+from kimi_connect.wire import HintKind
 from kimi_runtime import auth, clock
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
@@ -85,6 +87,78 @@ async def test_a_feed_position_that_is_no_number_is_a_400_that_names_it(http):
         assert "epoch" in (await response.json())["error"]["message"]
 
 
+async def post(http, path, body):
+    nonce = secrets.token_bytes(16)
+    data = json.dumps(body).encode()
+    value = auth.sign(CALL_KEY, "POST", path, data, unix_s=clock.unix_s(), nonce=nonce)
+    async with http.post(path, data=data, headers={auth.HEADER: value}) as response:
+        return response.status, await response.json(), value, data
+
+
+async def test_a_router_s_hint_decides_which_blocks_go_first(daemon, http, pool):
+    one, two = keys_of(3), keys_of(3, 10)
+    await pool.store(one, blocks_of(one), deadline_s=5.0)
+    await pool.store(two, blocks_of(two), deadline_s=5.0)
+    told = {"session": "ab" * 16, "keys": [key.hex() for key in two], "kind": "paused"}
+    assert (await post(http, "/hint", told | {"expected": "20s"}))[:2] == (200, {"blocks": 3})
+    assert (await post(http, "/hint", {"session": "ab" * 16, "kind": "ended"}))[0] == 200
+    assert daemon.tier.evict(3) == two[::-1]
+    counted = await metrics(http)
+    assert counted["kimistack_umbp_hints_total", "ended"] == 1
+
+
+async def test_a_worker_s_hint_does_too(daemon, pool):
+    one, two = keys_of(3), keys_of(3, 10)
+    await pool.store(one, blocks_of(one), deadline_s=5.0)
+    await pool.store(two, blocks_of(two), deadline_s=5.0)
+    pool.hint(b"s" * 16, HintKind.ACTIVE, two)
+    pool.hint(b"s" * 16, HintKind.COMPACTED, two[1:])
+    await pool.held(one)  # answered after what was told
+    assert daemon.tier.evict(2) == two[:0:-1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"session": "ab", "kind": "ended"},
+        {"session": "ab" * 16, "kind": "asleep"},
+        {"session": "ab" * 16, "kind": "forked"},
+    ],
+)
+async def test_a_hint_that_says_nothing_is_a_400(http, body):
+    assert (await post(http, "/hint", body))[0] == 400
+
+
+async def test_a_clear_is_of_its_epoch_and_can_t_be_replayed(daemon, http, pool):
+    keys = keys_of(4)
+    await pool.store(keys, blocks_of(keys), deadline_s=5.0)
+    epoch = daemon.clients.arena.epoch
+    assert (await post(http, "/clear", {"epoch": epoch - 1}))[0] == 400
+    status, answer, signature, data = await post(http, "/clear", {"epoch": epoch})
+    assert (status, answer["blocks"], await pool.held(keys)) == (200, 4, 0)
+    await pool.store(keys, blocks_of(keys), deadline_s=5.0)
+    async with http.post("/clear", data=data, headers={auth.HEADER: signature}) as again:
+        assert again.status == 401
+    again = {"epoch": epoch, "up_to": answer["up_to"]}
+    assert (await post(http, "/clear", again))[1]["blocks"] == 0
+    assert await pool.held(keys) == 4
+
+
+async def test_tenants_are_told_apart_by_the_put(tmp_path):
+    spec = pool_spec(tmp_path, tenants={"small": {"quota": "40KiB"}})
+    async with running(spec) as daemon, aiohttp.ClientSession(daemon.url) as http:
+        client = await open_pool(spec.socket, CALL_KEY)
+        keys = keys_of(5)
+        stored = await client.store(keys, blocks_of(keys), deadline_s=5.0, tenant="small")
+        assert stored == 3  # of three pages each
+        assert await client.store(keys[3:], blocks_of(keys[3:]), deadline_s=5.0, tenant="big") == 2
+        counted = await metrics(http)
+        pages = {name: counted["kimistack_umbp_tenant_pages", name] for name in ("small", "big")}
+        assert pages == {"small": 9, "big": 6}
+        assert counted["kimistack_umbp_over_quota_blocks_total",] == 1
+        await client.aclose()
+
+
 async def test_a_new_block_is_published_within_50_ms(daemon, http, pool):
     keys = keys_of(1)
     async with following(http) as line:
@@ -124,6 +198,19 @@ async def test_a_follower_s_index_is_exact_over_reconnects_evictions_and_restart
     daemon.clients.pool.clear()
     await follow_until(lambda: index.prefix_runs(keys) == {})
     assert index.state("pool") is FollowState.DEGRADED  # disconnected by now
+
+
+async def test_memory_above_the_high_watermark_is_evicted_from_beside_requests(tmp_path):
+    spec = pool_spec(tmp_path, evict_above=0.8, evict_to=0.5, pin_lease=0.2)
+    async with running(spec) as daemon:
+        client = await open_pool(spec.socket, CALL_KEY)
+        keys = keys_of(80)  # 240 of 256 pages
+        assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 80
+        async with asyncio.timeout(10):
+            while daemon.clients.pool.free_pages < 128:
+                await asyncio.sleep(0.01)
+        assert await client.held(keys) == 42
+        await client.aclose()
 
 
 async def test_a_quiet_feed_sends_heartbeats(http):

@@ -7,9 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kimi_connect.wire import Commitment, Gap, Grant, GroupTag
+from kimi_connect.wire import Commitment, Extent, Gap, Grant, GroupTag, HintKind, Priority
 from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.journal import Kept, KeptBlock, KeptReservation
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.retention import Hint, Retention
+from kimi_runtime.umbp.tenants import Accounts, Terms
 
 PAGE = 100
 TTL_S, LEASE_S = 30.0, 10.0
@@ -261,27 +264,126 @@ def test_an_answer_s_page_budget_cuts_a_run_but_never_to_nothing():
     assert pool.within([key(9)], 5) == 0
 
 
+def test_a_repeated_clear_takes_nothing_that_came_after_it():
+    pool = new_pool()
+    put(pool, 1, 2)
+    up_to = pool.number
+    assert pool.clear(up_to) == 2
+    put(pool, 1)
+    assert pool.clear(up_to) == 0
+    assert pool.held([key(1)]) == 1
+    put(pool, 2)
+    assert (pool.clear(pool.number - 1), pool.held([key(2)])) == (1, 1)
+    pool.check_integrity()
+
+
+def test_a_memory_over_its_high_watermark_is_evicted_down_to_the_low_one():
+    pool = new_pool(pages=10, high=0.8, low=0.5)
+    put(pool, *range(8))
+    assert pool.trim(0.0) == 0
+    put(pool, 8)
+    assert pool.trim(0.0) == 4
+    assert pool.live_blocks == 5
+    pin = pool.pin([key(0), key(1)], reader=1, now_s=0.0)
+    put(pool, 11, 12, 13, 14)
+    pool.trim(0.0)
+    assert pool.held([key(0), key(1)]) == 2
+    assert pool.unpin(pin.number, [], reader=1, now_s=1.0)
+    pool.check_integrity()
+
+
+def test_an_earlier_pool_s_blocks_are_taken_over_and_its_writers_kept_out():
+    pool = new_pool(pages=10)
+    blocks = (KeptBlock(key(1), 7, PAGE, (Extent(3, 1),), TAGS, "a", Priority.HIGH),)
+    writing = (KeptReservation(9, A, (Extent(0, 2),), "a"),)
+    pool.adopt(Kept(20, blocks, writing), now_s=0.0)
+    assert (pool.held([key(1)]), pool.free_pages, key(1) in pool.feed) == (1, 7, True)
+    assert grant_of(pool, 2).generation == 21
+    assert pool.commit([(9, TAGS)], writer=A, now_s=0.0) == [Commitment.EXPIRED]
+    assert pool.free_pages == 8
+    pool.check_integrity()
+
+
+def test_pages_held_twice_are_not_taken_over():
+    pool = new_pool(pages=10)
+    one = KeptBlock(key(1), 1, PAGE, (Extent(3, 2),), TAGS, "a", Priority.NORMAL)
+    two = KeptBlock(key(2), 2, PAGE, (Extent(4, 1),), TAGS, "a", Priority.NORMAL)
+    with pytest.raises(ValueError, match="overlap"):
+        pool.adopt(Kept(2, (one, two)), now_s=0.0)
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Any sequence of calls keeps the accounts, and a pinned block's pages are nobody else's."""
+    """Any sequence of calls keeps the accounts, and a pinned block's pages are nobody else's.
+
+    A put that evicts is refused only for its tenant's quota, or where what it may evict is too
+    little; and a tenant within its share loses nothing to another's put.
+    """
 
     def __init__(self):
         super().__init__()
-        self.pool = new_pool(pages=12, ghost_keys=4)
+        terms = {"small": Terms(quota_pages=4), "large": Terms(weight=2.0)}
+        accounts = Accounts(12, terms)
+        retention = Retention(max_sessions=2, max_members=12)
+        self.pool = new_pool(
+            *(12,),
+            ghost_keys=4,
+            segments=(7, 5),
+            high=0.9,
+            low=0.6,
+            accounts=accounts,
+            retention=retention,
+        )
         self.now_s = 0.0
 
     generations, pins = Bundle("generations"), Bundle("pins")
     writers = st.sampled_from([A, B])
+
+    tenants = st.sampled_from(["small", "large", "third"])
 
     @rule(
         target=generations,
         writer=writers,
         items=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 500)), max_size=4),
         evict=st.booleans(),
+        tenant=tenants,
+        priority=st.sampled_from(Priority),
     )
-    def reserve(self, writer, items, evict):
-        wanted = [(key(n), size) for n, size in items]
-        grants = self.pool.reserve(wanted, writer=writer, now_s=self.now_s, evict=evict)
-        return writer, [g.generation for g in grants if g.grant is Grant.RESERVED]
+    def reserve(self, writer, items, evict, tenant, priority):
+        """Tenants don't share keys."""
+        wanted = [(self.key_of(tenant, n), size) for n, size in items]
+        generations = []
+        for item in wanted:
+            before = self.usage()
+            asking = {"writer": writer, "now_s": self.now_s, "evict": evict, "tenant": tenant}
+            (granted,) = self.pool.reserve([item], **asking, priority=priority)
+            if granted.grant is Grant.RESERVED:
+                generations.append(granted.generation)
+            self.nobody_lost_what_is_theirs(tenant, before)
+            if granted.grant is Grant.FULL and evict:
+                self.was_rightly_refused(tenant, item[1])
+        return writer, generations
+
+    def key_of(self, tenant, n):
+        return tenant.encode().ljust(15) + bytes([n])
+
+    def usage(self):
+        return {account.name: account.used_pages for account in self.pool.accounts}
+
+    def nobody_lost_what_is_theirs(self, tenant, before):
+        weights = {name: 2.0 if name == "large" else 1.0 for name in {*before, tenant}}
+        after = self.usage()
+        for name, used in before.items():
+            share = 12 * weights[name] / sum(weights.values())
+            if name != tenant and used <= share:
+                assert after.get(name, 0) == used
+
+    def was_rightly_refused(self, tenant, size):
+        pages = -(-size // PAGE)
+        used = self.usage().get(tenant, 0)
+        own = sum(b.pages for b in self.pool.blocks() if b.account.name == tenant and not b.pins)
+        within_quota = tenant != "small" or used - own + pages <= 4
+        if within_quota:  # all of its own and all that is free would not have been enough
+            assert pages > self.pool.free_pages + own
 
     @rule(reserved=generations)
     def commit(self, reserved):
@@ -292,9 +394,41 @@ class PoolMachine(RuleBasedStateMachine):
     def abort(self, reserved):
         self.pool.abort(reserved[1], writer=reserved[0])
 
-    @rule(target=pins, reader=st.integers(1, 2), numbers=st.lists(st.integers(0, 9), max_size=4))
-    def pin(self, reader, numbers):
-        return reader, self.pool.pin([key(n) for n in numbers], reader=reader, now_s=self.now_s)
+    numbers = st.lists(st.integers(0, 9), max_size=4)
+
+    @rule(target=pins, reader=st.integers(1, 2), tenant=tenants, numbers=numbers)
+    def pin(self, reader, tenant, numbers):
+        keys = [self.key_of(tenant, n) for n in numbers]
+        pinned = self.pool.pin(keys, reader=reader, now_s=self.now_s)
+        self.pool.ghosts.asked(keys, len(pinned.blocks), lambda k: self.pool.held([k]) == 1)
+        self.pool.use(keys[: len(pinned.blocks)], self.now_s)
+        return reader, pinned
+
+    @rule(
+        tenant=tenants,
+        session=st.integers(0, 3),
+        kind=st.sampled_from(HintKind),
+        numbers=numbers,
+        expected_s=st.none() | st.floats(0, 100),
+    )
+    def hint(self, tenant, session, kind, numbers, expected_s):
+        keys = [self.key_of(tenant, n) for n in numbers]
+        child = key(session + 1)
+        self.pool.hint(Hint(tenant, key(session), kind, keys, expected_s, child), self.now_s)
+
+    @rule(tenant=tenants, numbers=numbers)
+    def touch(self, tenant, numbers):
+        self.pool.touch([self.key_of(tenant, n) for n in numbers])
+
+    @rule()
+    def trim(self):
+        self.pool.trim(self.now_s)
+        pages = sum(b.pages for b in self.pool.blocks() if not b.pins)
+        assert self.pool.free_pages >= 12 * (1 - 0.9) or not pages
+
+    @rule(back=st.integers(0, 20))
+    def clear_up_to(self, back):
+        self.pool.clear(max(0, self.pool.number - back))
 
     @rule(pinned=pins, corrupt=st.lists(st.integers(0, 4), max_size=2))
     def unpin(self, pinned, corrupt):

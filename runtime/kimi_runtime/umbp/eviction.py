@@ -1,0 +1,127 @@
+"""Which unpinned block goes when memory is short. Pure.
+
+Blocks wait in queues by tenant, standing and priority, coldest first. A victim is the least worth
+of the blocks at the heads of the queues that may lose one: a queue's order is by recency and its
+head is a good guess, so a choice costs a few evaluations however many blocks there are. Ties go to
+the colder block, and a prefix's end is colder than its head.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from kimi_runtime.umbp.records import Block
+from kimi_runtime.umbp.retention import Retention, Standing
+from kimi_runtime.umbp.tenants import Account, Accounts
+
+_LOOK_AT = {
+    Standing.FORSAKEN: 1,
+    Standing.ONCE: 1,
+    Standing.AGAIN: 4,
+    Standing.IN_SESSION: 8,
+}
+"""Blocks considered at a queue's head: more where equal recency says less about worth."""
+
+Queue = OrderedDict[bytes, Block]
+
+
+class Idle:
+    """Visible unpinned blocks."""
+
+    def __init__(self, accounts: Accounts, retention: Retention) -> None:
+        self.pages = 0
+        self._accounts, self._retention = accounts, retention
+        self._queues: dict[Account, dict[tuple[Standing, int], Queue]] = {}
+        self._blocks: dict[bytes, Queue] = {}
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block waits here."""
+        return key in self._blocks
+
+    def __iter__(self) -> Iterator[Block]:
+        """Every block."""
+        for key, queue in self._blocks.items():
+            yield queue[key]
+
+    def add(self, block: Block) -> None:
+        """A block is unpinned now, and the warmest of its queue."""
+        standing = self._retention.standing(block.key, block.uses)
+        queues = self._queues.setdefault(block.account, {})
+        queue = queues.setdefault((standing, block.priority), OrderedDict())
+        queue[block.key] = block
+        self._blocks[block.key] = queue
+        self.pages += block.pages
+        block.account.idle_pages += block.pages
+
+    def remove(self, key: bytes) -> Block | None:
+        """A block is pinned or gone now; None if it was not here."""
+        queue = self._blocks.pop(key, None)
+        if queue is None:
+            return None
+        block = queue.pop(key)
+        self.pages -= block.pages
+        block.account.idle_pages -= block.pages
+        if not block.account.idle_pages:
+            del self._queues[block.account]
+        return block
+
+    def warm(self, keys: Iterable[bytes]) -> None:
+        """Queue these anew, each warmer than the one before; those that are pinned are left."""
+        for key in keys:
+            block = self.remove(key)
+            if block is not None:
+                self.add(block)
+
+    def room(self, asking: Account) -> int:
+        """Pages that `victim` would give for a put of `asking`, at least."""
+        shares = self._accounts.shares(asking)
+        others = sum(
+            min(account.idle_pages, max(0, int(account.used_pages - share)))
+            for account, share in shares.items()
+            if account is not asking
+        )
+        return asking.idle_pages + others
+
+    def victim(
+        self, now_s: float, asking: Account | None = None, *, own: bool = False
+    ) -> Block | None:
+        """The block to lose, for a put of `asking` (None: for room at large; `own`: its own only).
+
+        None if there is none to be lost for that.
+        """
+        blocks = [
+            block
+            for account in self._losers(asking, own=own)
+            for (standing, _), queue in self._queues[account].items()
+            for block in _heads(queue, _LOOK_AT[standing])
+        ]
+        worths = (self._worth(block, now_s) for block in blocks)
+        chosen = min(zip(worths, range(len(blocks)), strict=True), default=None)
+        return None if chosen is None else blocks[chosen[1]]
+
+    def _losers(self, asking: Account | None, *, own: bool) -> list[Account]:
+        if own:
+            return [a for a in (asking,) if a is not None and a.idle_pages]
+        shares = self._accounts.shares(asking)
+        above = [a for a, share in shares.items() if a.idle_pages and a.used_pages > share]
+        if asking is None:
+            return above or [a for a in shares if a.idle_pages]
+        return above + [a for a in (asking,) if a.idle_pages and a not in above]
+
+    def _worth(self, block: Block, now_s: float) -> tuple[float, float]:
+        worth = self._retention.worth(
+            block.key,
+            uses=block.uses,
+            used_s=block.used_s,
+            priority=block.priority,
+            now_s=now_s,
+        )
+        return worth, block.used_s
+
+
+def _heads(queue: Queue, count: int) -> Iterator[Block]:
+    for block, _ in zip(queue.values(), range(count), strict=False):
+        yield block

@@ -1,0 +1,76 @@
+"""How tenants share a memory: what each uses, may use at most, and is entitled to. Pure.
+
+A tenant is named by who puts (`PoolClient.store(tenant=)`), the same name that is in the root of
+its keys, so no two tenants share a block. A tenant's *share* is its weight's part of the memory
+among those who use it now: alone it may have all. A put takes room from tenants above their share,
+and from its own tenant; who is within its share loses nothing to others. A *quota* is a bound
+whatever is free; pages that are only reserved count, so writers can't pass it together.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+MAX_ACCOUNTS = 256
+"""Tenants accounted for by themselves at a time; those beyond share one account."""
+
+OTHERS = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a tenant is granted."""
+
+    weight: float = 1.0
+    quota_pages: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One tenant's pages: used (blocks and reservations), and those of unpinned blocks."""
+
+    name: str
+    terms: Terms
+    used_pages: int = 0
+    idle_pages: int = 0
+
+
+class Accounts:
+    """Every tenant that uses pages now."""
+
+    def __init__(
+        self,
+        total_pages: int,
+        terms: Mapping[str, Terms] | None = None,
+        default: Terms | None = None,
+    ) -> None:
+        self.total_pages = total_pages
+        self._terms, self._default = dict(terms or {}), default or Terms()
+        self._accounts: dict[str, Account] = {}
+
+    def __iter__(self) -> Iterator[Account]:
+        """Accounts in use."""
+        return iter(self._accounts.values())
+
+    def of(self, tenant: str) -> Account:
+        """A tenant's account; it is kept from its first page on."""
+        account = self._accounts.get(tenant)
+        if account is None and len(self._accounts) >= MAX_ACCOUNTS and tenant not in self._terms:
+            tenant = OTHERS
+            account = self._accounts.get(tenant)
+        return account or Account(tenant, self._terms.get(tenant, self._default))
+
+    def use(self, account: Account, pages: int) -> None:
+        """An account takes pages (or gives back, if negative); an empty one is closed."""
+        account.used_pages += pages
+        if account.used_pages:
+            self._accounts[account.name] = account
+        else:
+            self._accounts.pop(account.name, None)
+
+    def shares(self, asking: Account | None = None) -> dict[Account, float]:
+        """Pages each account in use is entitled to; `asking` counts as one of them."""
+        using = list(self._accounts.values())
+        if asking is not None and asking.name not in self._accounts:
+            using.append(asking)
+        weights = sum(account.terms.weight for account in using)
+        return {a: self.total_pages * a.terms.weight / weights for a in using}
