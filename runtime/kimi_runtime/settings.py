@@ -18,6 +18,7 @@ HOST_VARIABLE = "KIMISTACK_HOST"
 PORT_VARIABLE = "KIMISTACK_PORT"
 REVISION_VARIABLE = "KIMISTACK_REVISION"
 DRAIN_FILE_VARIABLE = "KIMISTACK_DRAIN_FILE"
+NODE_VARIABLE = "KIMISTACK_NODE"
 LINGER_VARIABLE = "KIMISTACK_LINGER"
 TRANSFER_ADDRESS_VARIABLE = "KIMISTACK_TRANSFER_ADDRESS"
 TRANSFER_PORT_VARIABLE = "KIMISTACK_TRANSFER_PORT"
@@ -38,6 +39,7 @@ class Settings(SpecModel):
     revision: str | None = None
     drain_file: str | None = None
     linger: str | None = None
+    node: str | None = None
     transfer_address: str | None = None
     transfer_port: str | None = None
 
@@ -68,6 +70,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         revision=variables.get(REVISION_VARIABLE) or None,
         drain_file=variables.get(DRAIN_FILE_VARIABLE) or None,
         linger=variables.get(LINGER_VARIABLE) or None,
+        node=variables.get(NODE_VARIABLE) or None,
         transfer_address=variables.get(TRANSFER_ADDRESS_VARIABLE) or None,
         transfer_port=variables.get(TRANSFER_PORT_VARIABLE) or None,
     )

@@ -105,6 +105,11 @@ class Fleet:
         return self._next
 
     @property
+    def nodes(self) -> dict[str, str]:
+        """The machines of the workers that were met, by name; "" where they do not say."""
+        return {m.name: m.info.node for m in self._members.values() if m.info is not None}
+
+    @property
     def geometries(self) -> dict[str, Geometry]:
         """Block geometry by worker, for workers that are ready."""
         return {
@@ -297,4 +302,5 @@ def _view(
         logprobs=info.capabilities.logprobs,
         cached_tokens=cached.get(member.name, 0),
         pool_tokens=pooled.get(member.name, 0),
+        node=info.node,
     )

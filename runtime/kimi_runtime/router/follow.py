@@ -55,14 +55,22 @@ class Feeds:
         return {name: self._index.keys(name) for name in self._clients}
 
     def cached_tokens(
-        self, geometries: Mapping[str, Geometry], keys: Mapping[Geometry, Sequence[bytes]]
+        self,
+        geometries: Mapping[str, Geometry],
+        keys: Mapping[Geometry, Sequence[bytes]],
+        nodes: Mapping[str, str],
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Tokens of the prompt's leading run, by worker: in its own memory, and in any pool."""
+        """Tokens of the prompt's leading run, by worker: in its own memory, and in its pool.
+
+        That is the one named after its node; of a worker without a node any may be.
+        """
         runs = {geometry: self._index.prefix_runs(run) for geometry, run in keys.items()}
         own, pooled = {}, {}
         for worker, geometry in geometries.items():
             held = runs[geometry]
-            in_pool = max((held.get(pool, 0) for pool in self._pools), default=0)
+            node = nodes.get(worker, "")
+            pools = self._pools & {node} if node else self._pools
+            in_pool = max((held.get(pool, 0) for pool in pools), default=0)
             own[worker] = held.get(worker, 0) * geometry.block_tokens
             pooled[worker] = in_pool * geometry.block_tokens
         return own, pooled

@@ -183,7 +183,7 @@ class Router:
             for name, geometry in self.fleet.geometries.items()
             if geometry in job.keys  # a worker that appeared since has nothing cached for it
         }
-        cached, pooled = self.feeds.cached_tokens(geometries, job.keys)
+        cached, pooled = self.feeds.cached_tokens(geometries, job.keys, self.fleet.nodes)
         return self.fleet.views(cached, pooled, now_s=now_s)
 
 

@@ -66,6 +66,9 @@ class WorkerSpec(SpecModel):
     run_dir: Path = Field(description="Folder for sockets and shared memory; private to the user.")
     call_key: Path = Field(description="File with the deployment's call key.")
     umbp_socket: Path | None = Field(None, description="None: no pool.")
+    node: str = Field(
+        "", description="The machine it is on, after which its pool is named. Empty: any pool is."
+    )
     transfer: TransferName = "shm"
     network: TransferNetwork = Field(
         TransferNetwork(), description="Of `tcp` and `verbs`; the others have none."
@@ -135,6 +138,9 @@ class WorkerInfo(SpecModel):
     engine: str
     epoch: NonNegativeInt = Field(description="New for every process start.")
     revision: str = Field(description="Prefill and decode of different revisions are never paired.")
+    node: str = Field(
+        "", description="The machine it is on; the pool of that name is its own. Empty: any is."
+    )
     model: str
     model_digest: str
     layout: str = Field(description="Digest of dtype, block size and KV geometry.")

@@ -28,6 +28,7 @@ def launch(seat: Seat) -> Launch:
     env = {
         "KIMISTACK_NAME": "$(POD_NAME)",
         "KIMISTACK_HOST": "$(POD_IP)",
+        "KIMISTACK_NODE": "$(NODE_NAME)",
         "KIMISTACK_REVISION": "$(POD_REVISION)",
     }
     if worker.crosses_hosts:

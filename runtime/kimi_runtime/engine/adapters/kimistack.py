@@ -141,6 +141,7 @@ def _info(
         engine=spec.engine,
         epoch=int(clock.unix_s() * 1e3),
         revision=f"{spec.revision or _version()}/{runner.model_digest}",
+        node=spec.node,
         model=model.name,
         model_digest=runner.model_digest,
         layout=KvLayout.of(model, block_tokens=block_tokens).digest(),

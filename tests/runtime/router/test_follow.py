@@ -1,0 +1,29 @@
+"""What is known of blocks elsewhere, by who could read them."""
+
+import aiohttp
+
+from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.follow import Feeds
+from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.umbp.feed import FeedLog
+
+GEOMETRY = Geometry("model", "layout", 64)
+KEYS = [bytes([number]) * 16 for number in range(8)]
+
+
+async def test_a_workers_pool_is_that_of_its_node():
+    async with aiohttp.ClientSession() as http:
+        workers = [PeerClient(http, name, "http://w", b"k" * 32) for name in ("d1", "d2", "d3")]
+        pools = [PeerClient(http, name, "http://p", b"k" * 32) for name in ("node-1", "node-2")]
+        feeds = Feeds(workers, pools)
+        for owner, held in (("d1", 1), ("node-1", 3), ("node-2", 5)):
+            log = FeedLog(owner, epoch=1, tier="dram", block_tokens=64)
+            log.add(KEYS[:held])
+            for line in (log.hello(), *log.snapshot()):
+                assert feeds._index.apply(owner, line)
+        geometries = dict.fromkeys(("d1", "d2", "d3", "d4"), GEOMETRY)
+        nodes = {"d1": "node-1", "d2": "node-2", "d3": "node-3", "d4": ""}
+        own, pooled = feeds.cached_tokens(geometries, {GEOMETRY: KEYS}, nodes)
+        assert own == {"d1": 64, "d2": 0, "d3": 0, "d4": 0}
+        # no pool runs on the third node; whose node is not known may have any
+        assert pooled == {"d1": 192, "d2": 320, "d3": 0, "d4": 320}
