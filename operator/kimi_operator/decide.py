@@ -257,6 +257,7 @@ def _decision(
         step=step,
         targets=counts.by_role,
         scaling_reason=counts.reason,
+        scaling_stale=counts.stale,
         update_revision=update.name,
         left_out=tuple(f"{left.what}: {left.reason}" for left in rendered.left_out),
         problems=tuple(problems),

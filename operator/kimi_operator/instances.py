@@ -162,6 +162,27 @@ def fixable_by_recreation(pod: Manifest, update_revision: str) -> bool:
     return stale and _ready_since_s(pod) is None and bool(pod_failures(pod))
 
 
+def doubtful_pods(children: Mapping[ObjectKey, Manifest]) -> frozenset[str]:
+    """Pods that may be on a lost node, by what the API says of them.
+
+    The node controller takes a pod's readiness away when its node falls silent; what the kubelet
+    last said of the containers stays. One that was to be deleted is still there.
+    """
+    return frozenset(
+        key.name
+        for key, pod in children.items()
+        if key.kind == "Pod" and pod["spec"].get("nodeName") and _is_doubtful(pod)
+    )
+
+
+def _is_doubtful(pod: Manifest) -> bool:
+    if "deletionTimestamp" in pod["metadata"]:
+        return True
+    containers = pod.get("status", {}).get("containerStatuses") or ()
+    told = bool(containers) and all(one.get("ready") for one in containers)
+    return told and _ready_since_s(pod) is None
+
+
 def broken_pods(children: Mapping[ObjectKey, Manifest]) -> tuple[Manifest, ...]:
     """Pods that their StatefulSet would wait for in vain; see `fixable_by_recreation`."""
     newest = {

@@ -24,6 +24,11 @@ class Metrics:
         self.deletes = Counter(
             "kimi_operator_deletes", "Deletions of children.", ["kind"], registry=self.registry
         )
+        self.lost = Counter(
+            "kimi_operator_lost_pods",
+            "Pods taken away from lost nodes after their worker's lease.",
+            registry=self.registry,
+        )
         self.status_patches = Counter(
             "kimi_operator_status_patches", "Patches of a status.", registry=self.registry
         )

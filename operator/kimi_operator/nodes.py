@@ -1,6 +1,7 @@
 """Nodes as the API has them, in whole units."""
 
 from kimi_operator.observed import Manifest, NodeView
+from kimi_operator.stamps import seconds
 
 _FACTORS = {
     "m": 1e-3,
@@ -28,12 +29,14 @@ def quantity(text: str) -> float:
 def node_view(node: Manifest) -> NodeView:
     """A Node as decisions see it."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
-    conditions = {c["type"]: c["status"] for c in status.get("conditions") or ()}
+    told: Manifest = next((c for c in status.get("conditions") or () if c["type"] == "Ready"), {})
+    ready = told.get("status") == "True"
     return NodeView(
         name=node["metadata"]["name"],
         labels=node["metadata"].get("labels") or {},
         taints=tuple(spec.get("taints") or ()),
         allocatable={k: quantity(str(v)) for k, v in (status.get("allocatable") or {}).items()},
-        ready=conditions.get("Ready") == "True",
+        ready=ready,
         unschedulable=bool(spec.get("unschedulable")),
+        unready_since_s=None if ready else seconds(told.get("lastTransitionTime")) or None,
     )

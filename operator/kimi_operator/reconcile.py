@@ -4,6 +4,7 @@ Level-triggered: a pass may start at any time, for any reason, twice. Nothing is
 the next pass needs; what is (nodes for a minute, the answer to the last apply) only saves requests.
 """
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -17,8 +18,10 @@ from kimi_operator.decide import Decider, Decision, NotDecided
 from kimi_operator.desired.security import with_call_key
 from kimi_operator.events import event_of
 from kimi_operator.fleet_marks import fleet_patches
-from kimi_operator.instances import LoadReport, broken_pods, drain_patches, instance_views
+from kimi_operator.heard import Heard
+from kimi_operator.instances import broken_pods, doubtful_pods, drain_patches, instance_views
 from kimi_operator.kube import Kube
+from kimi_operator.lost import lost_pods
 from kimi_operator.metrics import Metrics
 from kimi_operator.nodes import node_view
 from kimi_operator.observed import (
@@ -27,39 +30,40 @@ from kimi_operator.observed import (
     NodeView,
     ObjectKey,
     Observed,
-    Signals,
 )
 from kimi_operator.scale import workers_replicas
 from kimi_operator.stamps import rfc3339
 from kimi_operator.status import first_status, status_of, unable_status
 from kimi_operator.teardown import STAGES, next_teardown
 from kimi_operator.verdicts import Problem
-from kimi_runtime.errors import ClusterConflict, ClusterRefused
+from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterRefused
 
 RESYNC_S = 600.0
 REFUSED_S = 300.0
 """A refused request may pass once somebody changed a right or a quota, of which no event tells."""
 NODES_FOR_S = 60.0
+NODES_SOON_S = 5.0
+"""While a pod of ours may be on a lost node."""
+LOST_LOOK_S, LOST_LATER_S = 3.0, 60.0
+GIVE_UP_WITHIN_S = 5.0
+"""A worker that routers reach again waits longer than this before it takes work."""
 logger = logging.getLogger(__name__)
 
 
 class Loads(Protocol):
-    """What workers and routers say of themselves. Never raises: what is not known is absent."""
+    """What routers say. Never waits and never raises: what is not known is absent."""
 
-    async def read(
-        self, key: Key, children: Mapping[ObjectKey, Manifest]
-    ) -> tuple[Mapping[str, LoadReport], Signals]:
-        """Load reports by pod name, and the signals of the deployment's routers."""
+    def read(self, key: Key, children: Mapping[ObjectKey, Manifest]) -> Heard:
+        """What the deployment's routers have said by now."""
 
 
 class NoLoads:
     """Nobody is asked."""
 
-    async def read(
-        self, key: Key, children: Mapping[ObjectKey, Manifest]
-    ) -> tuple[Mapping[str, LoadReport], Signals]:
+    def read(self, key: Key, children: Mapping[ObjectKey, Manifest]) -> Heard:
         """Nothing is known."""
-        return {}, Signals()
+        del key, children
+        return Heard()
 
 
 @dataclass
@@ -155,6 +159,7 @@ class Reconciler:
         for workers, workers_status in decision.workers_status.items():
             await self._write_workers_status(workers, workers_status, observed)
         waits = [RESYNC_S, *([decision.wait_s] if decision.wait_s is not None else [])]
+        waits += [LOST_LOOK_S if one.heals else LOST_LATER_S for one in observed.lost]
         return min(waits + ([REFUSED_S] if problems else []))
 
     async def _look(self, key: Key) -> tuple[Decision, Observed]:
@@ -166,7 +171,10 @@ class Reconciler:
 
     async def _observe(self, key: Key, uid: str) -> Observed:
         children = self.cache.children(key)
-        loads, signals = await self.loads.read(key, children)
+        heard = self.loads.read(key, children)
+        doubt = doubtful_pods(children) | heard.silent()
+        nodes = await self._list_nodes(NODES_SOON_S if doubt else NODES_FOR_S)
+        now_s = self.unix_s()
         revisions = [
             child
             for at, child in children.items()
@@ -174,19 +182,21 @@ class Reconciler:
         ]
         return Observed(
             children=children,
-            instances=instance_views(children, uid, loads),
+            instances=instance_views(children, uid, heard.loads(children)),
             revisions=tuple(
                 sorted(revisions, key=lambda r: (r["revision"], r["metadata"]["name"]))
             ),
-            nodes=await self._list_nodes(),
-            signals=signals,
+            nodes=nodes,
+            signals=heard.signals(now_s),
             workers_replicas=workers_replicas(children, uid),
             capabilities=self.capabilities,
+            lost=lost_pods(children, nodes, heard, now_s),
         )
 
-    async def _list_nodes(self) -> tuple[NodeView, ...] | None:
+    async def _list_nodes(self, for_s: float) -> tuple[NodeView, ...] | None:
+        """The nodes, no older than that."""
         now_s = self.unix_s()
-        if now_s - self._nodes_at_s < NODES_FOR_S:
+        if now_s - self._nodes_at_s < for_s:
             return self._nodes
         try:
             self._nodes = tuple(node_view(node) for node in await self.kube.list("v1/Node", None))
@@ -207,7 +217,7 @@ class Reconciler:
             settled=memory.settled,
         )
         problems = [_taken(foreign) for foreign in plan.foreign]
-        wrote = 0
+        wrote = await self._give_up_lost(key, observed)
         for manifest in decision.once:
             wrote += await self._create_once(memory, manifest, problems)
         wrote += await self._mark_drains(decision, observed)
@@ -220,6 +230,29 @@ class Reconciler:
             metadata = pod["metadata"]
             await self.kube.delete(ObjectKey.of(pod), uid=metadata["uid"])
         return wrote + len(plan.deletes), problems
+
+    async def _give_up_lost(self, key: Key, observed: Observed) -> int:
+        """Take pods away from lost nodes whose workers have certainly ended.
+
+        Asked once more right before each: a pass may have waited for the API server since.
+        """
+        gave = 0
+        for lost in observed.lost:
+            heard = self.loads.read(key, observed.children)
+            now = lost_pods(observed.children, observed.nodes, heard, self.unix_s())
+            if not any(one.uid == lost.uid and one.expired for one in now):
+                continue
+            at = ObjectKey("v1", "Pod", key.namespace, lost.pod)
+            try:
+                async with asyncio.timeout(GIVE_UP_WITHIN_S):
+                    await self.kube.delete(at, uid=lost.uid, grace_s=0)
+            except TimeoutError as exc:
+                raise ClusterBusy(f"{at} was not deleted in {GIVE_UP_WITHIN_S:g} s") from exc
+            logger.warning("%s: pod %s is given up with node %s", key, lost.pod, lost.node)
+            self.metrics.lost.inc()
+            self.cache.condemn(key, at, lost.uid, self._now())
+            gave += 1
+        return gave
 
     async def _create_once(
         self, memory: _Remembered, manifest: Manifest, problems: list[Problem]

@@ -14,7 +14,7 @@ from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.conditions import Condition
 from kimi_operator.eligibility import nodes_eligible
-from kimi_operator.observed import InstanceView, Manifest, Observed
+from kimi_operator.observed import InstanceView, LostPod, Manifest, Observed
 from kimi_operator.rollout.view import Step
 from kimi_operator.stamps import rfc3339
 
@@ -48,6 +48,7 @@ class Facts:
     left_out: Sequence[str] = ()
     problems: Sequence[Problem] = ()
     recommendation: str | None = None
+    scaling_stale: bool = False
 
 
 def conditions_of(
@@ -79,7 +80,7 @@ def conditions_of(
         degraded,
         *parts_list,
         _model_condition(facts),
-        Condition("ScalingReady", True, "Scaling", facts.scaling_reason),
+        _scaling(facts),
         nodes_eligible(spec, facts.targets, facts.observed.nodes),
         _support(facts),
     )
@@ -166,15 +167,48 @@ def _stalled(facts: Facts) -> Condition:
 
 
 def _degraded(facts: Facts) -> Condition:
-    found = [f"{p.reason}: {p.message}" for p in facts.problems if not p.stalled]
+    lost = _lost_nodes(facts)
+    found = [*lost, *(f"{p.reason}: {p.message}" for p in facts.problems if not p.stalled)]
     failing = [i for i in facts.observed.instances if i.failures and not i.terminating]
     found += [f"{name_of(i)}: {i.failures[0]}" for i in failing[:5]]
     if len(failing) > 5:
         found.append(f"and {len(failing) - 5} instances more")
     if not found:
         return Condition("Degraded", False, "AsWanted")
-    soft = [p.reason for p in facts.problems if not p.stalled]
+    soft = [*(["NodeLost"] if lost else []), *(p.reason for p in facts.problems if not p.stalled)]
     return Condition("Degraded", True, soft[0] if soft else "InstancesFail", "; ".join(found))
+
+
+def _scaling(facts: Facts) -> Condition:
+    if not facts.scaling_stale:
+        return Condition("ScalingReady", True, "Scaling", facts.scaling_reason)
+    why = f"{facts.scaling_reason}; the routers' GET /signals must reach the operator"
+    return Condition("ScalingReady", False, "MetricsStale", why)
+
+
+def _lost_nodes(facts: Facts) -> list[str]:
+    """A line per node that does not answer: since when, which pods are there, what comes next."""
+    nodes: dict[str, list[LostPod]] = {}
+    for lost in facts.observed.lost:
+        nodes.setdefault(lost.node, []).append(lost)
+    return [
+        f"NodeLost: node {node} {_since(pods[0])} with {', '.join(one.pod for one in pods[:5])}"
+        f"{f' and {len(pods) - 5} more' if len(pods) > 5 else ''}; {_next_of(pods)}"
+        for node, pods in sorted(nodes.items())
+    ]
+
+
+def _since(lost: LostPod) -> str:
+    if lost.since_s is None:
+        return "is gone"
+    return f"is not ready since {rfc3339(lost.since_s)}"
+
+
+def _next_of(pods: Sequence[LostPod]) -> str:
+    if all(one.expired for one in pods):
+        return "the workers' leases have ended: the pods are taken away and made again elsewhere"
+    waits = next(one.waits_for for one in pods if not one.expired)
+    return f"pods are made again elsewhere once that is safe: {waits}"
 
 
 def _support(facts: Facts) -> Condition:
@@ -201,7 +235,11 @@ def blocked(facts: Facts, name: RoleName) -> str:
     if not waiting:
         why = facts.step.waiting_for or "instances are about to be created"
         return f"Creating: {why}"
-    slowest = waiting[0]
+    gone = {lost.instance: lost for lost in facts.observed.lost}
+    slowest = next((i for i in waiting if i.id in gone), waiting[0])
+    if slowest.id in gone:
+        lost = gone[slowest.id]
+        return f"NodeLost: pod {lost.pod} is on node {lost.node}, which {_since(lost)}"
     since = rfc3339(slowest.created_s) if slowest.created_s else "just now"
     if slowest.failures:
         return f"{slowest.failures[0]} (instance {name_of(slowest)}, since {since})"

@@ -16,8 +16,8 @@ from kimi_operator.scaling.history import Track
 NOW_S = 100_000.0
 CALM = Signals(
     queue_s=0.1,
-    ttft_p90_s=0.3,
-    itl_p90_s=0.01,
+    ttft_p95_s=0.3,
+    itl_p95_s=0.01,
     kv_use=0.2,
     transfer_backlog_s=0.0,
     waiting_requests=0,
@@ -139,19 +139,19 @@ def test_a_scale_is_seeded_with_what_is_there_and_never_with_zero(here, seeded):
 
 
 def test_a_shortage_that_lasts_adds_instances():
-    busy = replace(CALM, queue_s=0.5, ttft_p90_s=1.4)
+    busy = replace(CALM, queue_s=0.5, ttft_p95_s=1.4)
     assert Run(managed(), 2, 2).go(busy, 15).counts == {"prefill": 2, "decode": 2}
     run = Run(managed(), 2, 2).go(busy, 60)
     assert run.counts == {"prefill": 3, "decode": 2}
 
 
 def test_slow_tokens_are_a_shortage_of_decode():
-    slow = replace(CALM, itl_p90_s=0.06)
+    slow = replace(CALM, itl_p95_s=0.06)
     assert Run(managed(), 2, 2).go(slow, 45).counts == {"prefill": 2, "decode": 3}
 
 
 def test_a_backlog_of_hand_offs_is_not_blamed_on_prefill():
-    stuck = replace(CALM, ttft_p90_s=9.0, transfer_backlog_s=3.0)
+    stuck = replace(CALM, ttft_p95_s=9.0, transfer_backlog_s=3.0)
     counts = Run(managed(), 2, 2).go(stuck, 45).counts
     assert counts == {"prefill": 2, "decode": 4}
 
@@ -174,7 +174,7 @@ def test_instances_that_load_are_not_asked_for_again():
 
 
 def test_low_load_takes_one_instance_after_the_whole_delay():
-    quiet = replace(CALM, queue_s=0.0, ttft_p90_s=0.1, kv_use=0.1)
+    quiet = replace(CALM, queue_s=0.0, ttft_p95_s=0.1, kv_use=0.1)
     run = Run(managed(), 3, 3).go(quiet, 1790)
     assert run.counts == {"prefill": 3, "decode": 3}
     assert run.go(quiet, 30).counts == {"prefill": 2, "decode": 2}
@@ -182,21 +182,21 @@ def test_low_load_takes_one_instance_after_the_whole_delay():
 
 
 def test_one_busy_moment_starts_the_delay_anew():
-    quiet = replace(CALM, queue_s=0.0, ttft_p90_s=0.1, kv_use=0.1)
-    busy = replace(quiet, ttft_p90_s=0.9, itl_p90_s=0.039)
+    quiet = replace(CALM, queue_s=0.0, ttft_p95_s=0.1, kv_use=0.1)
+    busy = replace(quiet, ttft_p95_s=0.9, itl_p95_s=0.039)
     run = Run(managed(), 2, 2).go(quiet, 1500).go(busy, 15).go(quiet, 1500)
     assert run.counts == {"prefill": 2, "decode": 2}
 
 
 def test_a_restart_of_the_operator_only_delays_what_shrinks():
-    quiet = replace(CALM, queue_s=0.0, ttft_p90_s=0.1, kv_use=0.1)
+    quiet = replace(CALM, queue_s=0.0, ttft_p95_s=0.1, kv_use=0.1)
     run = Run(managed(), 2, 2).go(quiet, 1500)
     run.history = History()
     assert run.go(quiet, 1500).counts == {"prefill": 2, "decode": 2}
 
 
 def test_a_young_instance_is_not_spare():
-    quiet = replace(CALM, queue_s=0.0, ttft_p90_s=0.1, kv_use=0.1)
+    quiet = replace(CALM, queue_s=0.0, ttft_p95_s=0.1, kv_use=0.1)
     young = {"ready_since_s": NOW_S + 1800}
     assert Run(managed(), 2, 2).go(quiet, 2000, **young).counts == {"prefill": 2, "decode": 2}
 
@@ -209,19 +209,19 @@ def test_stale_signals_change_nothing_and_are_said(silent):
 
 
 def test_a_gap_in_the_signals_starts_the_delay_anew():
-    quiet = replace(CALM, queue_s=0.0, ttft_p90_s=0.1, kv_use=0.1)
+    quiet = replace(CALM, queue_s=0.0, ttft_p95_s=0.1, kv_use=0.1)
     run = Run(managed(), 2, 2).go(quiet, 1500).go(Signals(), 15).go(quiet, 1500)
     assert run.counts == {"prefill": 2, "decode": 2}
 
 
 def test_nothing_asked_for_the_whole_delay_scales_both_to_zero():
-    nothing = replace(CALM, queue_s=0.0, ttft_p90_s=None, itl_p90_s=None, kv_use=0.0)
+    nothing = replace(CALM, queue_s=0.0, ttft_p95_s=None, itl_p95_s=None, kv_use=0.0)
     run = Run(managed(scaling={"min": 0}), 2, 3).go(nothing, 1830, in_flight=0)
     assert run.counts == {"prefill": 0, "decode": 0}
 
 
 def test_a_running_request_keeps_the_last_instances():
-    nothing = replace(CALM, queue_s=0.0, ttft_p90_s=None, itl_p90_s=None, kv_use=0.0)
+    nothing = replace(CALM, queue_s=0.0, ttft_p95_s=None, itl_p95_s=None, kv_use=0.0)
     run = Run(managed(scaling={"min": 0}), 1, 1).go(nothing, 4000, in_flight=1)
     assert run.counts == {"prefill": 1, "decode": 1}
 
@@ -237,27 +237,27 @@ def test_a_waiting_request_wakes_both_at_once():
 
 
 def test_growth_stops_at_the_budget_and_says_what_would_help():
-    busy = replace(CALM, queue_s=3.0, itl_p90_s=0.035)
+    busy = replace(CALM, queue_s=3.0, itl_p95_s=0.035)
     run = Run(managed(budget={"maxGPUs": 28}), 2, 2).go(busy, 600)
     assert run.counts == {"prefill": 3, "decode": 2}
     assert "budget.maxGPUs" in run.last.recommendation
 
 
 def test_spare_gpus_of_one_role_go_to_the_other_that_is_short():
-    lopsided = replace(CALM, queue_s=3.0, ttft_p90_s=3.0, itl_p90_s=0.005, kv_use=0.05)
+    lopsided = replace(CALM, queue_s=3.0, ttft_p95_s=3.0, itl_p95_s=0.005, kv_use=0.05)
     run = Run(managed(budget={"maxGPUs": 32}), 2, 3).go(lopsided, 45)
     assert run.counts == {"prefill": 2, "decode": 3}
     assert run.go(lopsided, 300).counts == {"prefill": 4, "decode": 2}
 
 
 def test_a_role_that_needs_its_instances_gives_none():
-    both = replace(CALM, queue_s=3.0, itl_p90_s=0.039)
+    both = replace(CALM, queue_s=3.0, itl_p95_s=0.039)
     run = Run(managed(budget={"maxGPUs": 32}), 2, 3).go(both, 3600)
     assert run.counts == {"prefill": 2, "decode": 3}
 
 
 def test_the_ratio_moves_prefill_along_with_decode():
-    slow = replace(CALM, itl_p90_s=0.08)
+    slow = replace(CALM, itl_p95_s=0.08)
     spec = managed(budget={"ratio": {"min": "1:2", "max": "1:1"}})
     run = Run(spec, 1, 2).go(slow, 45)
     assert run.counts == {"prefill": 2, "decode": 4}
@@ -275,14 +275,14 @@ def test_the_planner_advises_whoever_else_writes_the_counts():
     spec = spec_of({"replicas": 1}, {"replicas": 1})
     now = observed(1, 1, replace(CALM, queue_s=9.0, at_s=NOW_S))
     answer = targets(spec, now, History(), NOW_S)
-    assert "prefill: requests queue 9.0s" in answer.recommendation
+    assert "prefill: requests queue longer than 2s" in answer.recommendation
 
 
 SIGNALS = st.builds(
     Signals,
     queue_s=st.one_of(st.none(), st.floats(0, 30)),
-    ttft_p90_s=st.one_of(st.none(), st.floats(0, 30)),
-    itl_p90_s=st.one_of(st.none(), st.floats(0, 1)),
+    ttft_p95_s=st.one_of(st.none(), st.floats(0, 30)),
+    itl_p95_s=st.one_of(st.none(), st.floats(0, 1)),
     kv_use=st.one_of(st.none(), st.floats(0, 1)),
     transfer_backlog_s=st.one_of(st.none(), st.floats(0, 5)),
     waiting_requests=st.one_of(st.none(), st.integers(0, 9)),

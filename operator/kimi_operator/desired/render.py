@@ -214,7 +214,10 @@ class _Rendering:
             PoolEndpoint(name=node, url=f"http://{_bracketed(address)}:{POOL_PORT}")
             for node, address in sorted(self.pools.items())
         ]
-        return router_files(owner, self.update.templates["router"], workers, pools)
+        scaled = [role.scaling for _, role in self.spec.roles() if role.scaling.mode != "Static"]
+        sleeps = self.spec.suspend != "Scale" and any(scaling.min == 0 for scaling in scaled)
+        wake_s = self.spec.router.request_timeout if sleeps else None
+        return router_files(owner, self.update.templates["router"], workers, pools, wake_s)
 
     def _history(self, history: Sequence[Revision]) -> list[Manifest]:
         kept = history or tuple(self.revisions.values())

@@ -169,13 +169,20 @@ def _container(effective: Effective, model: weights.ModelFiles) -> Manifest:
 
 
 def router_files(
-    owner: Owner, part: Frozen, workers: Sequence[WorkerEndpoint], pools: Sequence[PoolEndpoint]
+    owner: Owner,
+    part: Frozen,
+    workers: Sequence[WorkerEndpoint],
+    pools: Sequence[PoolEndpoint],
+    wake_s: float | None = None,
 ) -> dict[str, str]:
     """The router's files with the workers and pools there are.
 
+    `wake_s`: how long a request may wait for workers to be started, where somebody starts them.
+
     Only what was given is written: an older router refuses fields that it does not know.
     """
-    fleet = FleetSpec(workers=tuple(workers), pools=tuple(pools))
+    wake = {} if wake_s is None else {"wake": wake_s}
+    fleet = FleetSpec(workers=tuple(workers), pools=tuple(pools), **wake)
     text = fleet.model_dump_json(indent=2, exclude_unset=True) + "\n"
     return {**part.configs[router_name(owner.name)], FLEET_FILE: text}
 

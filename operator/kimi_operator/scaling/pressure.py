@@ -29,6 +29,8 @@ class Pressure:
 
     value: float
     why: str
+    short: str
+    """The same without the value of the moment, for texts that stand as long as it lasts."""
 
 
 def pressures(
@@ -57,23 +59,28 @@ def _waiting(signals: Signals, role: Role, *, blame_ttft: bool) -> Iterator[Pres
     queue_goal_s = QUEUE_GOAL_S if goal_s is None else goal_s * QUEUE_SHARE_OF_TTFT
     if signals.queue_s is not None:
         why = f"requests queue {signals.queue_s:.1f}s, aimed at {queue_goal_s:g}s"
-        yield Pressure(signals.queue_s / queue_goal_s, why)
-    if signals.ttft_p90_s is not None and goal_s is not None and blame_ttft:
-        why = f"time to first token {signals.ttft_p90_s:.2f}s, aimed at {goal_s:g}s"
-        yield Pressure(signals.ttft_p90_s / goal_s, why)
+        short = f"requests queue longer than {queue_goal_s:g}s"
+        yield Pressure(signals.queue_s / queue_goal_s, why, short)
+    if signals.ttft_p95_s is not None and goal_s is not None and blame_ttft:
+        why = f"time to first token {signals.ttft_p95_s:.2f}s, aimed at {goal_s:g}s"
+        short = f"the time to first token is above {goal_s:g}s"
+        yield Pressure(signals.ttft_p95_s / goal_s, why, short)
 
 
 def _decoding(signals: Signals, role: Role) -> Iterator[Pressure]:
     goal_s = role.scaling.targets.itl if role.scaling.targets else None
-    if signals.itl_p90_s is not None and goal_s is not None:
-        why = f"time between tokens {signals.itl_p90_s * 1e3:.0f}ms, aimed at {goal_s * 1e3:g}ms"
-        yield Pressure(signals.itl_p90_s / goal_s, why)
+    if signals.itl_p95_s is not None and goal_s is not None:
+        why = f"time between tokens {signals.itl_p95_s * 1e3:.0f}ms, aimed at {goal_s * 1e3:g}ms"
+        short = f"the time between tokens is above {goal_s * 1e3:g}ms"
+        yield Pressure(signals.itl_p95_s / goal_s, why, short)
     if signals.kv_use is not None:
         why = f"{signals.kv_use:.0%} of the KV memory in use, aimed at {KV_GOAL:.0%}"
-        yield Pressure(signals.kv_use / KV_GOAL, why)
+        short = f"more than {KV_GOAL:.0%} of the KV memory is in use"
+        yield Pressure(signals.kv_use / KV_GOAL, why, short)
     if signals.transfer_backlog_s is not None:
         why = f"hand-offs wait {signals.transfer_backlog_s:.1f}s, aimed at {BACKLOG_GOAL_S:g}s"
-        yield Pressure(signals.transfer_backlog_s / BACKLOG_GOAL_S, why)
+        short = f"hand-offs wait longer than {BACKLOG_GOAL_S:g}s"
+        yield Pressure(signals.transfer_backlog_s / BACKLOG_GOAL_S, why, short)
 
 
 def _metric(
@@ -93,7 +100,7 @@ def _metric(
             value = _per(sum(known), len(known)) if known else None
     if value is not None:
         why = f"{metric.type} {value:.1f}, aimed at {metric.target}"
-        yield Pressure(value / metric.target, why)
+        yield Pressure(value / metric.target, why, f"{metric.type} is above {metric.target}")
 
 
 def _per(total: float | None, instances: int) -> float | None:

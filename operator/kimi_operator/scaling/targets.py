@@ -249,7 +249,7 @@ def _short_of(
         pressure = planner.pressure(role)
         if wants[role] > allowed[role] and pressure is not None:
             short.append(
-                f"{wants[role]} {role} instances instead of {allowed[role]} ({pressure.why})"
+                f"{wants[role]} {role} instances instead of {allowed[role]} ({pressure.short})"
             )
     if not short:
         return None
@@ -266,5 +266,5 @@ def _advice(spec: DeploymentSpec, observed: Observed, now_s: float) -> str | Non
         serving = [i for i in observed.instances if i.id.role == name and i.serving]
         worst = max(pressures(name, spec, observed, serving), key=lambda p: p.value, default=None)
         if worst is not None and worst.value > 1 + TOLERANCE:
-            short.append(f"{name}: {worst.why}")
+            short.append(f"{name}: {worst.short}")
     return f"more instances would help {'; '.join(short)}" if short else None

@@ -45,7 +45,9 @@ async def run_worker(spec: WorkerSpec) -> None:
         listener = owned.enter_context(bind(spec.host, spec.port))
         keys = read_call_keys(spec.call_key)
         adapter = await owned.enter_async_context(open_adapter(spec))
-        server = await owned.enter_async_context(serving(adapter, keys, spec.drain_file))
+        server = await owned.enter_async_context(
+            serving(adapter, keys, spec.drain_file, spec.lease)
+        )
         url = await owned.enter_async_context(listening(worker_app(server), listener))
         _log.info("listening", extra={"fields": {"url": url}})
         await until_signalled(lambda: server.drain(within_s=spec.drain))

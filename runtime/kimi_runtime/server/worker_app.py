@@ -20,6 +20,8 @@ from kimi_runtime.errors import KimistackError, RequestError, Unavailable
 from kimi_runtime.server.app import raise_http_errors
 from kimi_runtime.server.asgi import Trace, Traced, read_body, trace_of
 from kimi_runtime.server.faults import error_body
+from kimi_runtime.server.fence import Fence
+from kimi_runtime.server.lease import Lease
 from kimi_runtime.server.metrics import CONTENT_TYPE, WorkerMetrics
 from kimi_runtime.server.stream import NDJSON, Streamed
 from kimi_runtime.spec.request import GenerateChunk, GenerateRequest, Sampling
@@ -47,12 +49,18 @@ class WorkerServer:
     adapter: Adapter
     call_keys: Sequence[bytes]
     drain_file: Path | None = None
+    lease_s: float | None = None
     pulse: Pulse = field(default_factory=Pulse)
     ready: bool = False
     leaving: bool = False
     draining: bool = False
     obstacle: str = "no generation has passed yet"
+    fence: Fence = field(init=False)
     _guard: ReplayGuard = field(default_factory=ReplayGuard)
+
+    def __post_init__(self) -> None:
+        """Put up the fence: it comes down when the first router has heard a report."""
+        self.fence = Fence(Lease(self.lease_s, epoch=self.adapter.info.epoch, now_s=clock.now_s()))
 
     async def drain(self, *, within_s: float) -> None:
         """Refuse new requests, let the running ones finish, then cancel them; end the feeds."""
@@ -60,10 +68,15 @@ class WorkerServer:
         await self.adapter.drain(within_s=within_s)
         self.pulse.close()
 
-    def load(self) -> LoadReport:
-        """The adapter's report; draining also where the drain file says so."""
+    def load(self, heard: str | None = None) -> LoadReport:
+        """The adapter's report; draining also where the drain file says so, or the lease is over.
+
+        `heard`: what the router says of the report before. RequestError if that is no such word.
+        """
         report = self.adapter.load()
-        return report.model_copy(update={"draining": True}) if self.leaving else report
+        self.fence.reported(report.seq, heard)
+        leaving = self.leaving or self.fence.up
+        return report.model_copy(update={"draining": True}) if leaving else report
 
     async def watch_drain_file(self) -> None:
         """Keep `leaving` true while the drain file is not empty, until cancelled."""
@@ -143,7 +156,7 @@ def worker_app(server: WorkerServer) -> FastAPI:
             "leg": "prefill" if wanted.kv.offer else "decode" if wanted.kv.take else "whole",
         }
         return Streamed(
-            _lines(adapter, wanted, trace, metrics),
+            _lines(server, wanted, trace, metrics),
             media_type=NDJSON,
             last_words=lambda error: _line(GenerateChunk(error=error_body(error))),
             stall_s=STALL_S,
@@ -155,7 +168,7 @@ def worker_app(server: WorkerServer) -> FastAPI:
 
     async def load(request: Request) -> Response:
         await server.signed_body(request)
-        return _json(server.load().model_dump_json())
+        return _json(server.load(request.query_params.get("heard")).model_dump_json())
 
     async def feed(request: Request) -> Streamed:
         await server.signed_body(request)
@@ -208,15 +221,19 @@ def worker_app(server: WorkerServer) -> FastAPI:
 
 @asynccontextmanager
 async def serving(
-    adapter: Adapter, call_keys: Sequence[bytes], drain_file: Path | None = None
+    adapter: Adapter,
+    call_keys: Sequence[bytes],
+    drain_file: Path | None = None,
+    lease_s: float | None = None,
 ) -> AsyncIterator[WorkerServer]:
     """A worker's server with its background work, until the block ends."""
-    server = WorkerServer(adapter, call_keys, drain_file)
+    server = WorkerServer(adapter, call_keys, drain_file, lease_s)
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(server.watch_feed(), name="watch feed"),
             tasks.create_task(server.probe(), name="probe"),
             tasks.create_task(server.watch_drain_file(), name="watch drain file"),
+            tasks.create_task(server.fence.watch(), name="watch lease"),
         ]
         try:
             yield server
@@ -226,10 +243,10 @@ async def serving(
 
 
 async def _lines(
-    adapter: Adapter, wanted: GenerateRequest, trace: Trace, metrics: WorkerMetrics
+    server: WorkerServer, wanted: GenerateRequest, trace: Trace, metrics: WorkerMetrics
 ) -> AsyncGenerator[bytes, None]:
     last_s, first, ids = clock.now_s(), True, 0
-    async with aclosing(adapter.generate(wanted)) as chunks:
+    async with aclosing(server.fence.within(server.adapter.generate(wanted))) as chunks:
         async for chunk in chunks:
             now_s = clock.now_s()
             metrics.chunk(now_s - last_s, first=first)

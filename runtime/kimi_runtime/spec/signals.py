@@ -37,7 +37,7 @@ def bucket_of(value: float) -> int:
 
 def value_of(bucket: int) -> float:
     """The geometric middle of a bucket: at most 5% off any value in it."""
-    return FIRST_S * GROWTH ** (bucket - 0.5)
+    return float(FIRST_S * GROWTH ** (bucket - 0.5))
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float | None:
