@@ -31,6 +31,7 @@ from kimi_operator.local.up import Front, StartFailed, effective_of, prepared
 from kimi_operator.local.up import supervise as run_supervisor
 from kimi_operator.observed import K8S_1_20, K8S_CURRENT, Capabilities
 from kimi_operator.plan_cli import app as plan_app
+from kimi_operator.preflight_cli import app as preflight_app
 from kimi_operator.settings import shared_memory, state_home
 from kimi_runtime.cli import app as runtime_app
 from kimi_runtime.errors import KimistackError
@@ -295,7 +296,7 @@ def render(
         typer.echo(as_yaml(objects.manifests), nl=False)
 
 
-for part in (plan_app, kimi_app, install_app):
+for part in (plan_app, preflight_app, kimi_app, install_app):
     app.registered_commands += part.registered_commands
 # The runtime's commands stand beside ours; they load torch only once they run.
 app.registered_commands += runtime_app.registered_commands

@@ -6,7 +6,7 @@ the next is the history that a planner of mode Managed smooths over.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kimi_operator.api.deployment import DeploymentSpec
@@ -17,6 +17,7 @@ from kimi_operator.desired.render import Rendered, render, revision_of
 from kimi_operator.desired.revision import Revision
 from kimi_operator.instances import instance_id
 from kimi_operator.observed import InstanceId, Manifest, ObjectKey, Observed
+from kimi_operator.preflight.verdict import Preflight, preflight_of
 from kimi_operator.presets.preset import load_preset
 from kimi_operator.revisions import FAILED, numbered, pool_addresses, remembered, shape_of
 from kimi_operator.rollout import Revisions, RolloutView, Step, next_step, view_of
@@ -117,6 +118,7 @@ class Prospect:
     counts: Targets
     view: RolloutView
     revisions: Revisions
+    preflight: Preflight
 
     @property
     def known(self) -> dict[str, Revision]:
@@ -141,7 +143,8 @@ def prospect_of(
         if (manifest["metadata"].get("annotations") or {}).get(FAILED) == "true"
     )
     revisions = Revisions(update=update.name, history=names, failed=failed & set(names))
-    return Prospect(effective, observed, stored, update, counts, view, revisions)
+    look = preflight_of(effective, observed)
+    return Prospect(effective, observed, stored, update, counts, view, revisions, look)
 
 
 def decide(
@@ -152,14 +155,19 @@ def decide(
     Raises ConfigError and CapacityError, and NotDecided where engines cannot serve here at all.
     """
     prospect = prospect_of(effective, observed, history, now_s)
-    step = next_step(
-        prospect.view,
-        observed.instances,
-        prospect.revisions,
-        prospect.counts.by_role,
-        now_s,
-    )
-    return decided(prospect, step), prospect.counts.history
+    return decided(prospect, step_of(prospect, now_s)), prospect.counts.history
+
+
+def step_of(prospect: Prospect, now_s: float) -> Step:
+    """The next step; one that starts or replaces nothing does not wait for preflight."""
+    there, view = prospect.observed.instances, prospect.view
+    rest = (there, prospect.revisions, prospect.counts.by_role, now_s)
+    step = next_step(view, *rest)
+    hold = prospect.preflight.hold
+    moves = step.drain or step.instances - {instance.id for instance in there}
+    if hold is None or not moves:
+        return step
+    return next_step(replace(view, hold=hold), *rest)
 
 
 def decided(prospect: Prospect, step: Step) -> Decision:
@@ -170,7 +178,24 @@ def decided(prospect: Prospect, step: Step) -> Decision:
     blocking = [o for o in rendered.obstacles if o.reason != "EngineNotConnected"]
     if blocking:
         raise NotDecided(blocking[0].reason, "; ".join(o.message for o in blocking))
-    return _decision(effective, observed, rendered, step, update, prospect.counts, known)
+    decision = _decision(effective, observed, rendered, step, update, prospect.counts, known)
+    return _with_preflight(decision, prospect.preflight)
+
+
+def _with_preflight(decision: Decision, preflight: Preflight) -> Decision:
+    """With the Jobs that look at nodes, and what they found."""
+    if preflight.condition is None:
+        return decision
+    facts = decision.facts
+    problems = [*facts.problems]
+    if preflight.failed:
+        problems.append(Problem("PreflightFailed", preflight.condition.message))
+    return replace(
+        decision,
+        wanted=(*decision.wanted, *preflight.jobs),
+        kept=decision.kept | preflight.kept,
+        facts=replace(facts, problems=tuple(problems), further=(preflight.condition,)),
+    )
 
 
 def effective_of(resource: Manifest, get_preset: GetPreset = load_preset) -> Effective:
@@ -317,4 +342,5 @@ __all__ = [
     "decided",
     "effective_of",
     "prospect_of",
+    "step_of",
 ]

@@ -8,9 +8,22 @@ from kimi_operator.conditions import Transition
 from kimi_operator.observed import Manifest
 
 COMPONENT = "kimi-operator"
-TOLD = frozenset({"Ready", "Progressing", "Stalled", "Degraded", "NodesEligible"})
-_BAD = {("Ready", "False"), ("Stalled", "True"), ("Degraded", "True"), ("NodesEligible", "False")}
-_QUIET = {("Stalled", "False"), ("Degraded", "False"), ("NodesEligible", "True")}
+TOLD = frozenset(
+    {"Ready", "Progressing", "Stalled", "Degraded", "NodesEligible", "PreflightPassed"}
+)
+_BAD = {
+    ("Ready", "False"),
+    ("Stalled", "True"),
+    ("Degraded", "True"),
+    ("NodesEligible", "False"),
+    ("PreflightPassed", "False"),
+}
+_QUIET = {
+    ("Stalled", "False"),
+    ("Degraded", "False"),
+    ("NodesEligible", "True"),
+    ("PreflightPassed", "Unknown"),
+}
 
 
 def event_of(resource: Mapping[str, Any], transition: Transition, now: str) -> Manifest | None:

@@ -31,7 +31,7 @@ from kimi_operator.rollout import Stage, Step, all_steps, next_step
 from kimi_operator.scaling import History
 from kimi_operator.verdicts import conditions_of
 
-TOLD = ("NodesEligible", "FullySupported")
+TOLD = ("NodesEligible", "FullySupported", "PreflightPassed")
 """Conditions that can be told of a spec before it runs."""
 
 
@@ -197,8 +197,16 @@ def _planned(
         taken=tuple(sorted({*difference.foreign, *taken})),
         stages=stages,
         outage=next((stage.outage for stage in stages if stage.outage), None),
-        waits=None if stages[-1].done else stages[-1].waiting_for,
+        waits=_waits(stages, prospect.preflight.hold),
     )
+
+
+def _waits(stages: tuple[Stage, ...], hold: str | None) -> str | None:
+    """What it stops at, or is held by before it begins."""
+    starts = any(stage.created for stage in stages)
+    if hold is not None and starts:
+        return hold
+    return None if stages[-1].done else stages[-1].waiting_for
 
 
 def _at_the_end(prospect: Prospect, first: Step, now_s: float) -> Step:

@@ -48,6 +48,7 @@ class Facts:
     left_out: Sequence[str] = ()
     problems: Sequence[Problem] = ()
     recommendation: str | None = None
+    further: Sequence[Condition] = ()
     scaling_stale: bool = False
 
 
@@ -83,6 +84,7 @@ def conditions_of(
         _scaling(facts),
         nodes_eligible(spec, facts.targets, facts.observed.nodes),
         _support(facts),
+        *facts.further,
     )
 
 

@@ -126,6 +126,11 @@ class DeploymentSpec(ApiModel):
     )
     security: Security = Field(Security(), description="Privilege and reach.")
     observability: Observability = Field(Observability(), description="What is observed.")
+    preflight: Literal["Disabled", "Warn", "Require"] = presettable(
+        "Disabled",
+        "Have a Job look at a node of each kind (GPUs, RDMA ports, huge pages, memory, disks); its "
+        "verdict is the condition PreflightPassed. Require: no instance starts before that holds.",
+    )
     suspend: Literal["None", "Reconcile", "Scale"] = Field(
         "None", description="Reconcile: change nothing any more. Scale: no instance runs."
     )

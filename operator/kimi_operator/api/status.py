@@ -16,7 +16,8 @@ class Condition(ApiModel):
 
     type: ConditionType = Field(
         description="Ready, Available, Progressing, Reconciling, Stalled, Degraded, ModelReady, "
-        "PrefillReady, DecodeReady, RouterReady, KVPoolReady, ScalingReady or NodesEligible."
+        "PrefillReady, DecodeReady, RouterReady, KVPoolReady, ScalingReady, NodesEligible or "
+        "PreflightPassed."
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
     reason: Annotated[str, Field(min_length=1, max_length=128)] = Field(

@@ -22,7 +22,7 @@ from kimi_operator.observed import (
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "kimi-operator"}
-Component = Literal["engine", "umbp", "router", "deployment"]
+Component = Literal["engine", "umbp", "router", "deployment", "preflight"]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ REVISION_DIGITS = 6
 INPUTS_ANNOTATION = "kimistack.dev/inputs"
 """Fingerprints by component, beside the data: what is kept may have come from several specs, and
 the data of a ControllerRevision never changes."""
-NOT_IN_PODS = ("rollout", "budget", "suspend", "observability")
+NOT_IN_PODS = ("rollout", "budget", "suspend", "observability", "preflight")
 """Fields of the spec that no pod's template is made from; of `observability`, logLevel is."""
 NOT_IN_ROLE_PODS = ("replicas", "scaling")
 NOT_IN_ROUTER_PODS = ("replicas", "service", "gateway", "canary")

@@ -18,6 +18,11 @@ class Aim:
 
 def aim_of(view: RolloutView, revisions: Revisions, instances: Sequence[InstanceView]) -> Aim:
     """The user's choice, what a rollback goes back to, or what the spec asks for."""
+    aim = _aim_of(view, revisions, instances)
+    return aim if aim.held or view.hold is None else Aim(aim.revision, view.hold)
+
+
+def _aim_of(view: RolloutView, revisions: Revisions, instances: Sequence[InstanceView]) -> Aim:
     wanted = view.to_revision
     if wanted is not None:
         if wanted in (*revisions.history, revisions.update):

@@ -100,6 +100,8 @@ class Additions:
         return max(missing, 0) - len(again)
 
     def _add(self, role: RoleName, revision: str) -> bool:
+        if self.fleet.view.hold is not None and revision == self.fleet.target:
+            return False
         total = self._total(role)
         if total >= self.targets[role] + self.surge[role]:
             return False

@@ -39,6 +39,8 @@ class RolloutView:
     allow_outage: bool = False
     max_gpus: int | None = None
     either_role: bool = False
+    hold: str | None = None
+    """Why no instance of the revision aimed at may be started."""
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     settle_s: Mapping[RoleName, float] = field(default_factory=dict)
     drain_s: Mapping[RoleName, float] = field(default_factory=dict)
