@@ -34,6 +34,8 @@ BROKEN = frozenset(
     }
 )
 """Reasons of a waiting container that no waiting cures."""
+DOUBTED_FOR_S = 120.0
+"""What is amiss with a pod for longer than this is not its node's silence."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ def fixable_by_recreation(pod: Manifest, update_revision: str) -> bool:
     return stale and _ready_since_s(pod) is None and bool(pod_failures(pod))
 
 
-def doubtful_pods(children: Mapping[ObjectKey, Manifest]) -> frozenset[str]:
-    """Pods that may be on a lost node, by what the API says of them.
+def doubtful_pods(children: Mapping[ObjectKey, Manifest], now_s: float) -> frozenset[str]:
+    """Pods that may be on a lost node, by what the API has said of them of late.
 
     The node controller takes a pod's readiness away when its node falls silent; what the kubelet
     last said of the containers stays. One that was to be deleted is still there.
@@ -171,16 +173,22 @@ def doubtful_pods(children: Mapping[ObjectKey, Manifest]) -> frozenset[str]:
     return frozenset(
         key.name
         for key, pod in children.items()
-        if key.kind == "Pod" and pod["spec"].get("nodeName") and _is_doubtful(pod)
+        if key.kind == "Pod" and pod["spec"].get("nodeName")
+        if (since_s := _doubted_since_s(pod)) is not None and now_s - since_s <= DOUBTED_FOR_S
     )
 
 
-def _is_doubtful(pod: Manifest) -> bool:
+def _doubted_since_s(pod: Manifest) -> float | None:
     if "deletionTimestamp" in pod["metadata"]:
-        return True
-    containers = pod.get("status", {}).get("containerStatuses") or ()
-    told = bool(containers) and all(one.get("ready") for one in containers)
-    return told and _ready_since_s(pod) is None
+        return seconds(pod["metadata"]["deletionTimestamp"])
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses") or ()
+    if not containers or not all(one.get("ready") for one in containers):
+        return None
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "Ready" and condition["status"] != "True":
+            return seconds(condition.get("lastTransitionTime"))
+    return None
 
 
 def broken_pods(children: Mapping[ObjectKey, Manifest]) -> tuple[Manifest, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kimi_operator.cache import Cache, Key
-from kimi_operator.changes import Apply, Changes, Delete, changes, fingerprint
+from kimi_operator.changes import Apply, Changes, Delete, changes, deletion, fingerprint
 from kimi_operator.conditions import transitions
 from kimi_operator.decide import Decider, Decision, NotDecided
 from kimi_operator.desired.security import with_call_key
@@ -31,6 +31,7 @@ from kimi_operator.observed import (
     ObjectKey,
     Observed,
 )
+from kimi_operator.repairs import Repairs, cannot_change, may_replace, remedy, rivals
 from kimi_operator.scale import workers_replicas
 from kimi_operator.stamps import rfc3339
 from kimi_operator.status import first_status, status_of, unable_status
@@ -70,9 +71,11 @@ class NoLoads:
 class _Remembered:
     """Of one deployment, by uid: what saves requests."""
 
+    key: Key
     uid: str
     settled: dict[ObjectKey, str] = field(default_factory=dict)
     created: set[ObjectKey] = field(default_factory=set)
+    repairs: Repairs = field(default_factory=Repairs)
 
 
 @dataclass
@@ -159,6 +162,8 @@ class Reconciler:
         for workers, workers_status in decision.workers_status.items():
             await self._write_workers_status(workers, workers_status, observed)
         waits = [RESYNC_S, *([decision.wait_s] if decision.wait_s is not None else [])]
+        if doubtful_pods(observed.children, self.unix_s()):
+            waits.append(NODES_SOON_S)
         waits += [LOST_LOOK_S if one.heals else LOST_LATER_S for one in observed.lost]
         return min(waits + ([REFUSED_S] if problems else []))
 
@@ -172,7 +177,7 @@ class Reconciler:
     async def _observe(self, key: Key, uid: str) -> Observed:
         children = self.cache.children(key)
         heard = self.loads.read(key, children)
-        doubt = doubtful_pods(children) | heard.silent()
+        doubt = doubtful_pods(children, self.unix_s()) | heard.silent()
         nodes = await self._list_nodes(NODES_SOON_S if doubt else NODES_FOR_S)
         now_s = self.unix_s()
         revisions = [
@@ -222,7 +227,7 @@ class Reconciler:
             wrote += await self._create_once(memory, manifest, problems)
         wrote += await self._mark_drains(decision, observed)
         wrote += await self._scale(decision, observed)
-        wrote += await self._apply_all(memory, plan, decision.seeds, problems)
+        wrote += await self._apply_all(memory, plan, decision, observed, problems)
         wrote += await self._merge_all(fleet_patches(observed.children, decision.wanted))
         for wanted in plan.deletes:
             await self._delete(key, wanted)
@@ -274,15 +279,29 @@ class Reconciler:
         self,
         memory: _Remembered,
         plan: Changes,
-        seeds: Mapping[ObjectKey, Manifest],
+        decision: Decision,
+        observed: Observed,
         problems: list[Problem],
     ) -> int:
         wrote = 0
         for change in plan.applies:
+            at, child = change.key, observed.children.get(change.key)
+            if change.reason == "drift" and child is not None:
+                wait_s = memory.repairs.wait_s(at, self.unix_s())
+                if wait_s:
+                    problems.append(_contested(at, rivals(change.manifest, child)))
+                    continue
+                memory.repairs.made(at, self.unix_s())
             try:
-                wrote += await self._apply(memory, change, seeds.get(change.key))
+                wrote += await self._apply(memory, change, decision.seeds.get(at))
             except ClusterRefused as exc:
-                problems.append(_refused(change.key, exc))
+                if child is None or not cannot_change(exc):
+                    problems.append(_refused(at, exc))
+                elif may_replace(change.manifest):
+                    await self._delete(memory.key, deletion(at, child))
+                    wrote += 1
+                else:
+                    problems.append(_unchangeable(at, exc))
         return wrote
 
     async def _apply(self, memory: _Remembered, change: Apply, seed: Manifest | None) -> int:
@@ -373,7 +392,7 @@ class Reconciler:
     def _memory(self, key: Key, uid: str) -> _Remembered:
         memory = self._remembered.get(key)
         if memory is None or memory.uid != uid:
-            memory = self._remembered[key] = _Remembered(uid)
+            memory = self._remembered[key] = _Remembered(key, uid)
         return memory
 
     def forget_settled(self, key: Key) -> None:
@@ -404,6 +423,20 @@ def _taken(at: ObjectKey) -> Problem:
         f"{at} is there and belongs to somebody else; delete it, or give the deployment another "
         "name",
     )
+
+
+def _contested(at: ObjectKey, managers: tuple[str, ...]) -> Problem:
+    who = ", ".join(managers) or "somebody"
+    return Problem(
+        "FieldConflict",
+        f"{who} keeps changing fields of {at} that this deployment sets; it is taken back "
+        f"ever more rarely. Keep {who} from that object, or set the field in this spec",
+        stalled=False,
+    )
+
+
+def _unchangeable(at: ObjectKey, exc: ClusterRefused) -> Problem:
+    return Problem("ImmutableField", f"{at}: {exc}; {remedy(at)}")
 
 
 def _refused(at: ObjectKey, exc: ClusterRefused) -> Problem:

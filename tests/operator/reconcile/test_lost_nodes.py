@@ -14,7 +14,11 @@ BOUND_S = 45.0
 
 
 def decode_pod(world):
-    return next(p for p in world.kube.of_kind("Pod") if "-decode-" in p["metadata"]["name"])
+    return next(
+        pod
+        for pod in world.kube.of_kind("Pod")
+        if pod["metadata"]["labels"].get("kimistack.dev/role") == "decode"
+    )
 
 
 @pytest.fixture
@@ -69,6 +73,7 @@ def deletions(world):
 
 
 async def test_a_lost_node_is_told_of_at_once_with_since_when_and_what_comes_next(world):
+    world.now_s += 6
     lose(world)
     await world.passes()
     assert world.conditions["Degraded"] == ("True", "NodeLost")
@@ -104,6 +109,7 @@ async def test_its_pods_are_given_up_after_the_lease_and_made_again_elsewhere(wo
 
 
 async def test_a_quiet_wait_writes_nothing_after_it_has_been_said(world):
+    world.now_s += 6
     lose(world)
     await world.passes(2)
     before = len(world.kube.writes)
@@ -157,7 +163,16 @@ async def test_what_is_heard_while_the_pass_waits_for_the_api_server_stops_it(wo
     assert not deletions(world)
 
 
+async def test_a_loss_right_after_nodes_were_listed_is_seen_five_seconds_later(world):
+    lose(world)
+    assert await world.reconciler.run_pass(KEY) == 5.0
+    world.now_s += 5
+    await world.passes()
+    assert world.conditions["Degraded"] == ("True", "NodeLost")
+
+
 async def test_a_node_that_comes_back_is_forgotten(world):
+    world.now_s += 6
     lose(world)
     await world.passes()
     condition = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(world.now_s)}

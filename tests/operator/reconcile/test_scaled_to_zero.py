@@ -1,6 +1,7 @@
 """Mode Managed from end to end: a real router, asked over HTTP, and the operator that asks it."""
 
 import asyncio
+import contextlib
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
@@ -13,7 +14,6 @@ from kimi_operator.observed import ObjectKey
 from kimi_operator.routers import Routers
 from kimi_runtime.engine.adapters.scripts import Reply
 from kimi_runtime.spec.router import FleetSpec, RouterSpec, WorkerEndpoint
-from kimi_runtime.spec.worker import Role
 from operator_world import KEY, World, nano
 from router_words import router_pod
 from scripted_stack import (
@@ -80,11 +80,12 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster_at_work(tmp_path, **spec):
+async def cluster_at_work(tmp_path):
     async with AsyncExitStack() as owned, aiohttp.ClientSession() as http:
         cluster = Cluster(tmp_path, http, owned)
-        scaling = {"scaling": SCALING}
-        cluster.world.create(nano(**({"prefill": scaling, "decode": scaling} | spec)))
+        document = nano()
+        document["spec"] |= {"prefill": {"scaling": SCALING}, "decode": {"scaling": SCALING}}
+        cluster.world.create(document)
         await cluster.step()
         router = RouterSpec(
             port=0,
@@ -111,6 +112,7 @@ async def cluster_at_work(tmp_path, **spec):
 async def heard_anew(cluster):
     """Until the router was asked again: at least a second while something is due."""
     state = cluster.routers._deployments[KEY]
+    await until(lambda: not state.asking)
     before = max((told.at_s for told in state.told.values()), default=0.0)
     state.due_s = 0.0
     await until(lambda: any(told.at_s > before for told in state.told.values()))
@@ -124,7 +126,7 @@ async def test_what_is_idle_goes_to_zero_and_a_request_wakes_it_and_is_answered(
             assert answer.status == 200
         for _ in range(12):
             await heard_anew(cluster)
-            spec = await cluster.step()
+            spec = await cluster.step(30.0)
             if not spec.workers and not cluster.of("StatefulSet"):
                 break
         assert cluster.replicas == {"prefill": 0, "decode": 0}
@@ -173,19 +175,41 @@ async def test_quiet_polling_asks_the_api_server_nothing_and_wakes_nobody(tmp_pa
         await heard_anew(cluster)
         cluster.woken.clear()
         calls = len(cluster.world.kube.calls)
-        for _ in range(5):
+        for _ in range(3):
             await heard_anew(cluster)
         assert cluster.woken == []
         assert len(cluster.world.kube.calls) == calls
 
 
-async def test_a_router_that_never_answers_slows_no_pass_and_no_other_router(tmp_path):
-    async def silent(reader, writer):
-        await asyncio.sleep(60)
+@asynccontextmanager
+async def socket_that(answers):
+    """A port whose connections `answers(reader, writer)` serves; all closed at the end."""
+    stop, busy = asyncio.Event(), set()
 
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with cluster_at_work(tmp_path) as cluster:
+    async def served(reader, writer):
+        busy.add(asyncio.current_task())
+        try:
+            await answers(reader, writer, stop)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            busy.discard(asyncio.current_task())
+
+    server = await asyncio.start_server(served, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        stop.set()
+        server.close()
+        await until(lambda: not busy)
+
+
+async def test_a_router_that_never_answers_slows_no_pass_and_no_other_router(tmp_path):
+    async def silent(reader, writer, stop):
+        await stop.wait()
+
+    async with socket_that(silent) as port, cluster_at_work(tmp_path) as cluster:
         dead = router_pod("nano-router-2", on="node-1", address="127.0.0.1", port=port)
         cluster.world.kube.put(dead, "deployment-controller")
         await heard_anew(cluster)
@@ -194,7 +218,6 @@ async def test_a_router_that_never_answers_slows_no_pass_and_no_other_router(tmp
         # a pass reads what there is: nothing in it can wait
         assert not asyncio.iscoroutinefunction(cluster.routers.read)
         await until(lambda: not state.asking)
-    server.close()
 
 
 @pytest.mark.parametrize(
@@ -203,29 +226,20 @@ async def test_a_router_that_never_answers_slows_no_pass_and_no_other_router(tmp
     ids=["empty", "cut", "list", "other", "huge"],
 )
 async def test_an_answer_that_is_no_document_is_no_answer(tmp_path, body):
-    async def answers(reader, writer):
+    async def answers(reader, writer, stop):
         await reader.readuntil(b"\r\n\r\n")
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode() + body)
-        await writer.drain()
-        writer.close()
+        with contextlib.suppress(ConnectionError):
+            writer.write(head.encode() + body)
+            await writer.drain()
 
-    server = await asyncio.start_server(answers, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with aiohttp.ClientSession() as http:
+    async with socket_that(answers) as port, aiohttp.ClientSession() as http:
         world = World()
         world.create(nano())
-        woken = []
-        routers = Routers(http, world.reconciler.cache, woken.append, now_s)
+        routers = Routers(http, world.reconciler.cache, lambda key: None, now_s)
         pod = router_pod("nano-router-1", address="127.0.0.1", port=port)
         world.kube.put(pod, "deployment-controller")
         state = routers._state(KEY, 0.0)
         await routers._ask(KEY, state)
         assert state.told == {}
         assert routers.read(KEY, world.reconciler.cache.children(KEY)).answers == ()
-    server.close()
-    await server.wait_closed()
-
-
-def test_roles_of_the_file_are_those_of_workers():
-    assert {role.value for role in Role} >= {"prefill", "decode"}
