@@ -67,6 +67,23 @@ def _external(render: str, **scaling: Any) -> Spec:
 CASES = (
     Case("nano", {"preset": "kimi-nano/cpu"}),
     Case("nano-1.20", {"preset": "kimi-nano/cpu"}, K8S_1_20),
+    Case("nano-shm", {"preset": "kimi-nano/cpu", "transfer": {"backend": "shm"}}),
+    Case(
+        "nano-verbs-host-network",
+        {
+            "preset": "kimi-nano/cpu",
+            "decode": {"replicas": 2, "placement": {"spread": "host"}},
+            "transfer": {"backend": "verbs", "hostMemory": True},
+            "rdma": {
+                "mode": "hostNetwork",
+                "devices": ["rdma0", "rdma1"],
+                "gidIndex": 3,
+                "trafficClass": 104,
+                "queuePairs": 8,
+            },
+            "security": {"profile": "RDMA"},
+        },
+    ),
     Case(
         "k26-multus",
         {

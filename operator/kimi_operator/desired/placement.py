@@ -7,7 +7,7 @@ from typing import Any
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.pods import Placement, Toleration
 from kimi_operator.api.roles import Role
-from kimi_operator.observed import DEPLOYMENT_LABEL, Manifest
+from kimi_operator.observed import DEPLOYMENT_LABEL, REVISION_LABEL, Manifest
 
 HOST = "kubernetes.io/hostname"
 PRODUCT_LABEL = "amd.com/gpu.product-name"
@@ -26,6 +26,8 @@ GPU_CHECKS = (
 )
 NIC_CHECKS = ("amd.com/nic-health", "amd.com/rail-bandwidth")
 Term = dict[str, Any]
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def place(spec: DeploymentSpec, role: Role) -> Manifest:
@@ -50,11 +52,7 @@ def place_router(spec: DeploymentSpec, selector: Mapping[str, str]) -> Manifest:
     placement = spec.router.placement
     fields = _plain(placement)
     affinity: Manifest = {
-        "podAntiAffinity": {
-            "preferredDuringSchedulingIgnoredDuringExecution": [
-                {"weight": 100, "podAffinityTerm": _pods(HOST, selector)}
-            ]
-        }
+        "podAntiAffinity": {_PREFERRED: [{"weight": 100, "podAffinityTerm": _pods(HOST, selector)}]}
     }
     free = placement.node_selector is None and placement.affinity is None
     if spec.model.source == "hostPath" and free:
@@ -86,9 +84,7 @@ def node_affinity(spec: DeploymentSpec, role: Role) -> Manifest:
     """The user's node affinity, and with every term of it what the role's GPUs need."""
     placement = role.placement
     affinity = dict((placement.affinity or {}).get("nodeAffinity", {}))
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
-    terms: list[Term] = affinity.get(required, {}).get("nodeSelectorTerms", []) or [{}]
+    terms: list[Term] = affinity.get(_REQUIRED, {}).get("nodeSelectorTerms", []) or [{}]
     always = _expressions(spec, role)
     either: Sequence[Sequence[Manifest]] = [[]]
     if role.gpu.partition is not None:
@@ -98,10 +94,10 @@ def node_affinity(spec: DeploymentSpec, role: Role) -> Manifest:
         for term, one in product(terms, either)
     ]
     if any(term["matchExpressions"] or len(term) > 1 for term in merged):
-        affinity[required] = {"nodeSelectorTerms": merged}
+        affinity[_REQUIRED] = {"nodeSelectorTerms": merged}
     wanted = _preferences(spec, role)
     if wanted:
-        affinity[preferred] = [*affinity.get(preferred, []), *wanted]
+        affinity[_PREFERRED] = [*affinity.get(_PREFERRED, []), *wanted]
     return affinity
 
 
@@ -144,7 +140,7 @@ def place_pool(spec: DeploymentSpec, roles: Sequence[Role]) -> Manifest:
             for k, v in sorted((role.placement.node_selector or {}).items())
         ]
         affinity = node_affinity(spec, role)
-        own = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+        own = affinity.get(_REQUIRED, {})
         named = chosen or (role.placement.affinity or {}).get("nodeAffinity")
         marks = [[]] if named or not _is_amd(role) else [[mark] for mark in GPU_NODE]
         terms += [
@@ -159,10 +155,7 @@ def place_pool(spec: DeploymentSpec, roles: Sequence[Role]) -> Manifest:
     if tolerated:
         fields["tolerations"] = tolerated
     if all(term.get("matchExpressions") or term.get("matchFields") for term in unique):
-        required = {"nodeSelectorTerms": unique}
-        fields["affinity"] = {
-            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}
-        }
+        fields["affinity"] = {"nodeAffinity": {_REQUIRED: {"nodeSelectorTerms": unique}}}
     return fields
 
 
@@ -181,8 +174,24 @@ def apart(pod: Manifest, topology_key: str, selector: Mapping[str, str], own: Ma
 
 
 def together(pod: Manifest, deployment: str, component: Mapping[str, str]) -> None:
-    """Add to `pod` that all engines of the deployment are on one host, as shared memory needs."""
-    _require(pod, "podAffinity", _pods(HOST, {DEPLOYMENT_LABEL: deployment, **component}))
+    """Add to `pod` that all engines of its revision are on one host, as shared memory needs.
+
+    That is where others of the deployment are if it can be: there is room for them once those are
+    gone. Which revision it is only the pods know (`of_revision`): its name is a hash of this.
+    """
+    engines = {DEPLOYMENT_LABEL: deployment, **component}
+    _require(pod, "podAffinity", _pods(HOST, {**engines, REVISION_LABEL: ""}))
+    affinity = pod["affinity"]["podAffinity"]
+    beside = {"weight": 100, "podAffinityTerm": _pods(HOST, engines)}
+    affinity[_PREFERRED] = [*affinity.get(_PREFERRED, []), beside]
+
+
+def of_revision(pod: Manifest, revision: str) -> None:
+    """Say in a pod's affinity which revision it has; what an older operator rendered stays."""
+    for term in pod.get("affinity", {}).get("podAffinity", {}).get(_REQUIRED, []):
+        labels = term.get("labelSelector", {}).get("matchLabels", {})
+        if labels.get(REVISION_LABEL) == "":
+            labels[REVISION_LABEL] = revision
 
 
 def _pods(topology_key: str, selector: Mapping[str, str]) -> Manifest:
@@ -190,8 +199,7 @@ def _pods(topology_key: str, selector: Mapping[str, str]) -> Manifest:
 
 
 def _require(pod: Manifest, kind: str, term: Manifest) -> None:
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
     affinity = dict(pod.get("affinity", {}))
     part = dict(affinity.get(kind, {}))
-    part[required] = [*part.get(required, []), term]
+    part[_REQUIRED] = [*part.get(_REQUIRED, []), term]
     pod["affinity"] = affinity | {kind: part}

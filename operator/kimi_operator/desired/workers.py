@@ -11,7 +11,7 @@ from typing import Any
 from kimi_operator.desired.engines.base import PORT_VARIABLES
 from kimi_operator.desired.labels import Owner, instance_labels, instance_selector, metadata_of
 from kimi_operator.desired.names import MAX_INSTANCES, digest_of, instance_name, pod_host
-from kimi_operator.desired.placement import apart
+from kimi_operator.desired.placement import apart, of_revision
 from kimi_operator.desired.revision import Frozen, Revision
 from kimi_operator.observed import (
     DEPLOYMENT_LABEL,
@@ -83,6 +83,7 @@ def _template(part: Frozen, labels: Mapping[str, str], ports: Mapping[str, int])
     metadata = pod.setdefault("metadata", {})
     metadata["labels"] = {**metadata.get("labels", {}), **labels}
     spec = pod["spec"]
+    of_revision(spec, labels[REVISION_LABEL])
     if part.spread is not None:
         like = {key: labels[key] for key in (DEPLOYMENT_LABEL, ROLE_LABEL, REVISION_LABEL)}
         own = {"key": INSTANCE_LABEL, "operator": "NotIn", "values": [labels[INSTANCE_LABEL]]}

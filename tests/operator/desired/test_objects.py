@@ -183,11 +183,20 @@ def test_startup_may_take_as_long_as_the_spec_says_and_liveness_is_asked_for():
     assert "livenessProbe" not in other
 
 
-def test_shared_memory_keeps_prefill_and_decode_on_one_host():
+def test_shared_memory_keeps_prefill_and_decode_of_a_revision_on_one_host():
+    resolved = resolve(
+        deployment(SHM, {"name": "kimi", "namespace": "llm", "uid": "u"}), load_preset, "x"
+    )
     for who in ("prefill", "decode"):
         affinity = pods(result_of(SHM))[who]["affinity"]["podAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term["topologyKey"] == "kubernetes.io/hostname"
+        # those of another revision, which may be anywhere, bind none of them
+        wanted = term["labelSelector"]["matchLabels"]
+        assert wanted["kimistack.dev/revision"] == revision_of(resolved).name
+        (beside,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        wanted = beside["podAffinityTerm"]["labelSelector"]["matchLabels"]
+        assert "kimistack.dev/revision" not in wanted
         assert "podAffinity" not in pods(result_of(NANO))[who].get("affinity", {})
     apart = {"decode": {"placement": {"spread": "host"}}}
     with pytest.raises(ConfigError, match="keeps instances apart"):
