@@ -72,6 +72,7 @@ CASES = (
         "nano-verbs-host-network",
         {
             "preset": "kimi-nano/cpu",
+            "prefill": {},
             "decode": {"replicas": 2, "placement": {"spread": "host"}},
             "transfer": {"backend": "verbs", "hostMemory": True},
             "rdma": {
