@@ -102,6 +102,6 @@ def _worker(worker: WorkerSignal, pod: Manifest | None) -> WorkerLoad:
         queued_tokens=worker.queued_tokens,
         kv_use=None if not total or free is None else 1 - free / total,
         cached_tokens=worker.cached_tokens,
-        tokens_per_s=getattr(worker, "tokens_per_s", None),
+        tokens_per_s=worker.tokens_per_s,
         silent_s=worker.silent_s,
     )

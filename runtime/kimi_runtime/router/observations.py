@@ -39,6 +39,7 @@ class Observations:
         self._ttft, self._itl = Window(WINDOW_S), Window(WINDOW_S)
         self._hand_off, self._pace = Window(WINDOW_S), Window(WINDOW_S)
         self._computed = Sum(WINDOW_S)
+        self._sampled: dict[str, Sum] = {}
         self._open: dict[int, tuple[Journey, float]] = {}
         self._numbers = 0
 
@@ -73,6 +74,11 @@ class Observations:
         if tokens and reader_s < READER_S:
             self._itl.add(gap_s / tokens, now_s=now_s)
 
+    def sampled(self, worker: str, tokens: int, *, now_s: float) -> None:
+        """`tokens` of an answer came from the worker."""
+        if tokens:
+            self._sampled.setdefault(worker, Sum(WINDOW_S)).add(tokens, now_s=now_s)
+
     def signals(
         self,
         fleet: Fleet,
@@ -87,11 +93,18 @@ class Observations:
         members = fleet.members
         loads = ledger.loads([member.name for member in members], now_s=now_s)
         blocks = feeds.keys_held()
+        present = {member.name for member in members}
+        self._sampled = {name: total for name, total in self._sampled.items() if name in present}
         workers = tuple(
-            _worker(member, loads[member.name], blocks.get(member.name), now_s=now_s)
+            _worker(
+                member,
+                loads[member.name],
+                blocks.get(member.name),
+                self._tokens_per_s(member.name, now_s),
+                now_s=now_s,
+            )
             for member in members
         )
-        present = {member.name for member in members}
         told = RouterSignals(
             router=self._router,
             uptime_s=now_s - self._started_s,
@@ -114,6 +127,11 @@ class Observations:
             },
         )
         return told.model_copy(update={"fleet": fleet_signals([told])})
+
+    def _tokens_per_s(self, worker: str, now_s: float) -> float:
+        total = self._sampled.get(worker)
+        seen_s = max(min(WINDOW_S, now_s - self._started_s), 1.0)
+        return total.total(now_s) / seen_s if total is not None else 0.0
 
     def _pending_s(self, now_s: float) -> float:
         """For how long the oldest hand-off has waited for its first output."""
@@ -141,7 +159,9 @@ class Observations:
         return max(1.0 / quick_s, overall)
 
 
-def _worker(member: Member, load: Load, blocks: int | None, *, now_s: float) -> WorkerSignal:
+def _worker(
+    member: Member, load: Load, blocks: int | None, tokens_per_s: float, *, now_s: float
+) -> WorkerSignal:
     info, known = member.info, load.certain and member.ready
     return WorkerSignal(
         name=member.name,
@@ -156,4 +176,5 @@ def _worker(member: Member, load: Load, blocks: int | None, *, now_s: float) -> 
         free_blocks=load.free_blocks if known else None,
         total_blocks=None if info is None else info.total_blocks,
         cached_tokens=None if info is None or blocks is None else blocks * info.block_tokens,
+        tokens_per_s=tokens_per_s,
     )

@@ -139,6 +139,9 @@ class Router:
                     else:
                         gap_s, count = came_s - last_s, len(chunk.ids)
                         seen.gap(gap_s, tokens=count, reader_s=reader_s, now_s=came_s)
+                    plan = job.journey.plan
+                    if plan is not None:
+                        seen.sampled(plan.decode, len(chunk.ids), now_s=came_s)
                     yield chunk
                     last_s, reader_s = came_s, clock.now_s() - came_s
 

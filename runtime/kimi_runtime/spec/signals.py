@@ -71,6 +71,7 @@ class WorkerSignal(_Told):
 
     `in_flight` counts the requests of all routers, `silent_s` the seconds since its last answer to
     this router (None: it never answered). `left`: it was taken off the router's list.
+    `tokens_per_s` is what it sampled for this router's requests in the window.
     """
 
     name: str
@@ -85,6 +86,7 @@ class WorkerSignal(_Told):
     free_blocks: NonNegativeInt | None = None
     total_blocks: NonNegativeInt | None = None
     cached_tokens: NonNegativeInt | None = None
+    tokens_per_s: Amount | None = None
 
 
 class FleetSignals(_Told):
@@ -167,11 +169,13 @@ def _joined(one: WorkerSignal, other: WorkerSignal) -> WorkerSignal:
     )
     known = [w.in_flight for w in (one, other) if w.in_flight is not None]
     cached = [w.cached_tokens for w in (one, other) if w.cached_tokens is not None]
+    rates = [w.tokens_per_s for w in (one, other) if w.tokens_per_s is not None]
     return newer.model_copy(
         update={
             "in_flight": max(known, default=None),
             "cached_tokens": max(cached, default=None),
             "draining": newer.draining or older.draining,
+            "tokens_per_s": sum(rates) if rates else None,
         }
     )
 

@@ -142,6 +142,7 @@ async def test_top_shows_what_each_worker_has_to_do():
         "free_blocks": 25,
         "total_blocks": 100,
         "silent_s": 0.5,
+        "tokens_per_s": 41.0,
     }
     world.kube.pods["nano-router-1", 8000, "signals"] = signals(**{names[0]: busy, names[1]: {}})
     sight = await seen(world)
@@ -153,6 +154,7 @@ async def test_top_shows_what_each_worker_has_to_do():
     show_top(report, Console(file=out, width=200))
     assert "75%" in out.getvalue()
     assert "0.5s ago" in out.getvalue()
+    assert " 41 " in out.getvalue()
 
 
 async def test_a_deployment_is_found_by_name_or_alone_and_others_are_named():

@@ -74,6 +74,9 @@ async def test_signals_tell_of_times_and_workers_and_of_no_request(tmp_path):
     assert sum(told.ttft.counts.values()) == 3
     assert sum(told.hand_off.counts.values()) == 3
     assert told.itl.p95_s is not None
+    rates = {one.name: one.tokens_per_s for one in told.workers}
+    assert rates["p"] == 0.0
+    assert rates["d"] > 0.0, "what came out, by the worker it came from"
     assert 0.0 < told.prefill_tokens_per_s < 500.0 * 1.06  # never more than the worker does
     assert {one.name: (one.role, one.ready, one.in_flight) for one in told.workers} == {
         "p": (Role.PREFILL, True, 0),
