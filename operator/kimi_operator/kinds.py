@@ -101,7 +101,7 @@ OTHERS = (
         "Lease",
         "leases",
         ("get", "create", "update", "list", "watch"),
-        why="leader election, and the leases of workers on lost nodes",
+        why="leader election",
     ),
 )
 
