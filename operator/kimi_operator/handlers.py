@@ -1,8 +1,8 @@
 """kopf's triggers: they take in what watches tell and wake a deployment, and decide nothing.
 
 One daemon per KimiDeployment makes its passes, one after another; events of the resource and of
-its children only wake it, so that a burst of them becomes one pass. kopf lists every indexed kind
-before it starts a daemon: the first pass sees all there is.
+its children only wake it, so that a burst of them becomes one pass. Children are listed before
+kopf starts (`reflect`): the first pass sees all there is.
 """
 
 import asyncio
@@ -19,10 +19,9 @@ import kopf
 from kimi_operator.cache import Cache, Change, Key
 from kimi_operator.clock import now_s
 from kimi_operator.desired.labels import MANAGED_BY
-from kimi_operator.kinds import BY_ID, Kind, watched_kinds
+from kimi_operator.kinds import BY_ID, Kind
 from kimi_operator.kube import Credentials
 from kimi_operator.metrics import Metrics
-from kimi_operator.observed import Capabilities
 from kimi_operator.reconcile import Reconciler
 from kimi_operator.teardown import FINALIZER
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError
@@ -95,8 +94,10 @@ class Daemons:
             if self.reconciler.has_status(key):
                 await stopped.wait(spread_s(key))  # known before this process: no hurry
             while not stopped:
-                self.wakes.begun(key)
                 wait_s, failures = await self._guarded(key, failures)
+                if failures:
+                    await stopped.wait(wait_s)  # events come on, but the server asked for a pause
+                    wake.set()
                 await first_of(wake, stopped, wait_s)
                 await stopped.wait(DEBOUNCE_S)
             if kopf.DaemonStoppingReason.RESOURCE_DELETED in (stopped.reason or _NO_REASON):
@@ -112,6 +113,7 @@ class Daemons:
         try:
             async with self.turns:
                 began_s = now_s()
+                self.wakes.begun(key)
                 wait_s = await self.reconciler.run_pass(key)
             outcome = "ok"
             return wait_s, 0
@@ -204,11 +206,10 @@ def register(
     settings: kopf.OperatorSettings,
     cache: Cache,
     daemons: Daemons,
-    served: Capabilities,
     login: Login,
     options: Mapping[str, Any],
 ) -> None:
-    """Have kopf call us for every kind there is to watch, with the credentials we use ourselves.
+    """Have kopf call us for every deployment, with the credentials we use ourselves.
 
     `options` are those of its HTTP session, see `session_options`.
     """
@@ -218,21 +219,24 @@ def register(
         return session_of(await login(), options)
 
     ours = BY_ID["kimistack.dev/v1alpha1/KimiDeployment"]
-    _watch(registry, cache, daemons.wakes, ours)
-    for kind in watched_kinds(served):
-        _watch(registry, cache, daemons.wakes, kind)
-        settings.watching.label_selectors[kind.group, _version(kind), kind.plural] = SELECTOR
+    at = (ours.group, _version(ours), ours.plural)
+
+    @kopf.on.event(*at, registry=registry, id="deployment-event")
+    async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002
+        change: Change = "DELETED" if type == "DELETED" else "MODIFIED"
+        manifest = {**body, "apiVersion": ours.api_version, "kind": ours.kind}
+        daemons.wakes.wake(cache.saw(change, manifest))
 
     @kopf.daemon(
-        ours.group,
-        _version(ours),
-        ours.plural,
+        *at,
         registry=registry,
         id="reconcile",
         cancellation_polling=TEARDOWN_POLL_S,
     )
-    async def keep_reconciled(meta: kopf.Meta, stopped: Any, **_: Any) -> None:
-        await daemons.keep(Key.of(meta), stopped)
+    async def keep_reconciled(body: kopf.Body, stopped: Any, **_: Any) -> None:
+        # a daemon may start before the event is handled that started it
+        cache.saw("MODIFIED", {**body, "apiVersion": ours.api_version, "kind": ours.kind})
+        await daemons.keep(Key.of(body.metadata), stopped)
 
 
 def session_of(credentials: Credentials, options: Mapping[str, Any]) -> kopf.AiohttpSession:
@@ -248,18 +252,3 @@ def session_of(credentials: Credentials, options: Mapping[str, Any]) -> kopf.Aio
 
 def _version(kind: Kind) -> str:
     return kind.api_version.rpartition("/")[2]
-
-
-def _watch(registry: kopf.OperatorRegistry, cache: Cache, wakes: Wakes, kind: Kind) -> None:
-    at = (kind.group, _version(kind), kind.plural)
-
-    def taken_in(change: Change, body: Any) -> Key | None:
-        return cache.saw(change, {**body, "apiVersion": kind.api_version, "kind": kind.kind})
-
-    @kopf.index(*at, registry=registry, id=f"{kind.plural}-index")
-    async def fill(body: kopf.Body, **_: Any) -> None:
-        taken_in("MODIFIED", body)
-
-    @kopf.on.event(*at, registry=registry, id=f"{kind.plural}-event")
-    async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002
-        wakes.wake(taken_in("DELETED" if type == "DELETED" else "MODIFIED", body))

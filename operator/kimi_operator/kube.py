@@ -7,10 +7,18 @@ Library errors become `ClusterBusy`, `ClusterConflict` or `ClusterRefused` here 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import aiohttp
 from kubernetes.aio import client as k8s
@@ -19,6 +27,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient
 from kubernetes.aio.dynamic.resource import Resource
 
+from kimi_operator.cache import Change
 from kimi_operator.changes import FIELD_MANAGER
 from kimi_operator.clock import now_s
 from kimi_operator.discovery import fields_in, served_kinds, server_version
@@ -27,15 +36,14 @@ from kimi_operator.observed import FIELDS, Capabilities, Manifest, ObjectKey
 from kimi_operator.wire import Tenure, Watches, session_options
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 SEED_MANAGER = "kimi-operator-seed"
 """Owner of what is written once, at creation, and then belongs to others (a replica count)."""
 REQUEST_S = 30.0
 CONNECT_S = 5.0
-LATE_S = 4.0
-"""How long after the tenure a write that was sent within it may still wait for its answer."""
+LEAST_S = 1.0
+PAGE = 500
+WATCH_S = 300
+SILENT_S = 75.0
 MOST_RETRY_AFTER_S = 300.0
 
 
@@ -170,13 +178,64 @@ class ApiKube:
 
     async def list(self, kind: str, namespace: str | None, labels: str = "") -> list[Manifest]:
         """See `Kube`."""
+        found, _ = await self.listing(kind, namespace, labels)
+        return [*found]
+
+    async def listing(
+        self, kind: str, namespace: str | None, labels: str = ""
+    ) -> tuple[Sequence[Manifest], str]:
+        """See `reflect.Source`. Asked for in pages; at once where the pages ran out of date."""
+        try:
+            return await self._pages(kind, namespace, labels, PAGE)
+        except ClusterError as exc:
+            if exc.code != 410:
+                raise
+            return await self._pages(kind, namespace, labels, None)
+
+    async def _pages(
+        self, kind: str, namespace: str | None, labels: str, limit: int | None
+    ) -> tuple[Sequence[Manifest], str]:
         resource = self._resource(kind)
-        with_labels = {"label_selector": labels} if labels else {}
-        answer = await _answer(
-            self._client.get(resource, namespace=namespace, **with_labels, **_PLAIN)
-        )
         api_version, _, name = kind.rpartition("/")
-        return [{"apiVersion": api_version, "kind": name, **item} for item in answer["items"]]
+        query: dict[str, Any] = {"limit": limit} if limit else {}
+        found: MutableSequence[Manifest] = []
+        while True:
+            call = self._client.get(
+                resource, namespace=namespace, label_selector=labels or None, **query, **_PLAIN
+            )
+            answer = await _answer(call)
+            found += [{"apiVersion": api_version, "kind": name, **i} for i in answer["items"] or ()]
+            metadata = answer["metadata"]
+            if not metadata.get("continue"):
+                return found, str(metadata.get("resourceVersion", ""))
+            query["_continue"] = metadata["continue"]
+
+    async def watch(
+        self, kind: str, namespace: str | None, labels: str, version: str
+    ) -> AsyncGenerator[tuple[Change | None, Manifest]]:
+        """See `reflect.Source`. Servers send a bookmark a minute; without one it is asked anew."""
+        asked = {"allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
+        query = [("watch", "true"), *asked.items(), ("resourceVersion", version)]
+        timeout = aiohttp.ClientTimeout(
+            total=WATCH_S + REQUEST_S, sock_connect=CONNECT_S, sock_read=SILENT_S
+        )
+        call = self._client.request(
+            "get",
+            str(self._resource(kind).path(namespace=namespace)),
+            query_params=[*query, *([("labelSelector", labels)] if labels else [])],
+            serialize=False,
+            _request_timeout=timeout,
+        )
+        try:
+            response = await _answer(call)
+        except ClusterBusy as exc:
+            if isinstance(exc.__cause__, TimeoutError):
+                return
+            raise
+        async with response:
+            async for line in _lines(response):
+                if (event := _event(line)) is not None:
+                    yield event
 
     async def apply(self, manifest: Manifest) -> Manifest:
         """See `Kube`."""
@@ -290,7 +349,8 @@ class ApiKube:
 
     def _writing(self) -> dict[str, Any]:
         """As `_PLAIN`; a write is given up before another operator can lead."""
-        within_s = min(REQUEST_S, max(self._tenure.remaining_s, 0.0) + LATE_S)
+        within_s = min(REQUEST_S, max(self._tenure.remaining_s, 0.0) + self._tenure.late_s)
+        within_s = max(within_s, LEAST_S)
         timeout = aiohttp.ClientTimeout(total=within_s, connect=min(CONNECT_S, within_s))
         return {**_PLAIN, "_request_timeout": timeout}
 
@@ -314,6 +374,43 @@ _PLAIN: dict[str, Any] = {
     "serializer": lambda _, data: data,
     "_request_timeout": aiohttp.ClientTimeout(total=REQUEST_S, connect=CONNECT_S),
 }
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Lines of any length, until the server ends them, breaks off, or says nothing for long."""
+    rest = b""
+    try:
+        async for piece in response.content.iter_chunked(2**20):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                yield line
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return  # what came before stands, and the next watch goes on from there
+
+
+_CHANGES: dict[str, Change | None] = {
+    "ADDED": "ADDED",
+    "MODIFIED": "MODIFIED",
+    "DELETED": "DELETED",
+    "BOOKMARK": None,
+}
+
+
+def _event(line: bytes) -> tuple[Change | None, Manifest] | None:
+    """One line of a watch; None for an empty one or one of a type we do not know."""
+    if not line.strip():
+        return None
+    try:
+        event = json.loads(line)
+    except ValueError as exc:
+        raise ClusterBusy("a watch was cut off in the middle of a line") from exc
+    if event["type"] == "ERROR":
+        status = event["object"]
+        message = f"a watch ends: {status.get('message', '')}"
+        raise ClusterBusy(message, code=int(status.get("code") or 0))
+    if event["type"] not in _CHANGES:
+        return None
+    return _CHANGES[event["type"]], event["object"]
 
 
 async def _or_none(call: Awaitable[Any]) -> Any:
@@ -372,11 +469,12 @@ async def open_kube(
     context: str | None = None,
     manager: str = FIELD_MANAGER,
     tenure: Tenure | None = None,
+    watches: Watches | None = None,
 ) -> AsyncIterator[ApiKube]:
     """A client for the pod's own cluster, or for the one a kubeconfig file names.
 
     `context` is one of that file's, without it its current one. It writes while `tenure` lasts,
-    without one for ever.
+    without one for ever, and reports to `watches`.
 
     Raises ClusterBusy if neither is there.
     """
@@ -394,7 +492,8 @@ async def open_kube(
             f"there is no cluster to talk to: {exc}; set KUBECONFIG or run in a pod"
         ) from exc
     configuration.retries = False  # whether to try again is decided by the caller
-    configuration.client_session_kwargs = session_options(tenure, Watches(now_s))
+    configuration.connection_pool_maxsize = 0  # no bound: a watch keeps its connection
+    configuration.client_session_kwargs = session_options(tenure, watches or Watches(now_s))
     async with k8s.ApiClient(configuration) as api:
         # without discovery of its own: it would cache in a file that all users can write
         yield ApiKube(DynamicClient(api), writes, tenure, manager)

@@ -19,6 +19,8 @@ DURATION_S = 15.0
 GIVE_UP = 2 / 3
 """Share of the duration after which a holder that could not renew stops."""
 RENEW_WITHIN_S = DURATION_S * GIVE_UP
+LATE = 4 / 15
+"""Share of it for which a write of the last moment may go on after that."""
 RETRY = 2 / 15
 """Share of the duration between two renewals."""
 
@@ -40,6 +42,7 @@ class Leadership:
     def __post_init__(self) -> None:
         self._tenure = self.tenure or Tenure(self.now_s)
         self._tenure.until_s = float("-inf")
+        self._tenure.late_s = self.duration_s * LATE
 
     @property
     def held(self) -> bool:

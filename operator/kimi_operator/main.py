@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import kopf
@@ -36,6 +36,7 @@ from kimi_operator.lease import Leadership
 from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Capabilities, ObjectKey
 from kimi_operator.reconcile import Reconciler
+from kimi_operator.reflect import Reflector, Source
 from kimi_operator.relist import Relist
 from kimi_operator.routers import Routers
 from kimi_operator.settings import OperatorSettings, operator_settings
@@ -54,6 +55,10 @@ STOP_WITHIN_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+class Cluster(Kube, Source, Protocol):
+    """The API server, with its watches."""
+
+
 class LeadershipLost(KimistackError):
     """Another operator may lead now."""
 
@@ -66,7 +71,7 @@ class Operator:
     """
 
     settings: OperatorSettings
-    kube: Kube
+    kube: Cluster
     login: Login
     metrics: Metrics = field(default_factory=Metrics)
     cache: Cache = field(default_factory=Cache)
@@ -127,15 +132,15 @@ class Operator:
         configure(settings)
         options = session_options(self.tenure, self.watches)
         daemons = Daemons(reconciler, self.wakes, self.metrics)
-        register(registry, settings, self.cache, daemons, served, self.login, options)
+        register(registry, settings, self.cache, daemons, self.login, options)
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self._renew(), name="lease"),
                 tasks.create_task(self._keep_listing(served, reconciler), name="relist"),
                 tasks.create_task(routers.run(), name="routers"),
             ]
-            await asyncio.sleep(0)  # kopf stops at its end whatever task began after it
             try:
+                await self._reflect(tasks, served, beside)
                 await kopf.operator(
                     registry=registry,
                     settings=settings,
@@ -149,6 +154,21 @@ class Operator:
                 self.ready.clear()
                 for task in beside:
                     task.cancel()
+
+    async def _reflect(
+        self, tasks: asyncio.TaskGroup, served: Capabilities, beside: list[asyncio.Task[None]]
+    ) -> None:
+        """Begin to watch children, by tasks added to `beside`; until all there are are known."""
+        namespaces = self.settings.namespaces or (None,)
+        reflectors = [
+            Reflector(self.kube, self.cache, kind, namespace, SELECTOR, self.wakes.wake)
+            for kind in watched_kinds(served)
+            for namespace in namespaces
+        ]
+        beside += [tasks.create_task(each.keep(), name=each.kind.plural) for each in reflectors]
+        for each in reflectors:
+            while not (each.listed.is_set() or self.stop.is_set()):
+                await _until(each.listed, RETRY_S)
 
     async def _served(self) -> Capabilities | None:
         """What the server serves, once it serves our kinds; None if the process is to end."""
@@ -284,8 +304,11 @@ async def serve(settings: OperatorSettings) -> None:
     """Run until SIGTERM or SIGINT."""
     writes = TokenBucket(settings.write_rate, settings.write_burst, now_s, asyncio.sleep)
     tenure = Tenure(since_boot_s)
-    async with open_kube(writes, kubeconfig=settings.kubeconfig, tenure=tenure) as kube:
-        operator = Operator(settings, kube, kube.credentials, tenure=tenure)
+    watches = Watches(now_s)
+    async with open_kube(
+        writes, kubeconfig=settings.kubeconfig, tenure=tenure, watches=watches
+    ) as kube:
+        operator = Operator(settings, kube, kube.credentials, tenure=tenure, watches=watches)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, operator.stop.set)

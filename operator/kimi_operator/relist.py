@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Relist:
-    """Lists `kinds` in `namespaces` (None: in all) by `selector`; `missed` is called per finding."""
+    """Lists `kinds` in `namespaces` (None: in all) by `selector`; calls `missed` per finding."""
 
     kube: Kube
     cache: Cache

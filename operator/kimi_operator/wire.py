@@ -27,11 +27,13 @@ class Tenure:
     """Until when this process may write, on the clock `now_s`. Without an election: for ever.
 
     The end is what the holder has proved to itself, by its own clock, from before its last renewal
-    was sent; a process that was stopped and goes on finds it passed.
+    was sent; a process that was stopped and goes on finds it passed. A write that was sent within
+    it may wait for its answer `late_s` longer.
     """
 
     now_s: Callable[[], float]
     until_s: float = float("inf")
+    late_s: float = 0.0
 
     @property
     def remaining_s(self) -> float:

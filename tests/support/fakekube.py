@@ -6,12 +6,14 @@ every change; faults before or after any request on request. `Controllers` plays
 StatefulSet controller.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ssa
 from kimi_operator.api import defaults
+from kimi_operator.cache import Change
 from kimi_operator.changes import FIELD_MANAGER
 from kimi_operator.kube import SEED_MANAGER
 from kimi_operator.observed import K8S_CURRENT, Capabilities, Manifest, ObjectKey
@@ -69,6 +71,11 @@ class FakeKube:
         """The same objects in a server of their own, that nobody watches and nothing disturbs."""
         return FakeKube(self.served, ssa.cloned(self.objects), _version=self._version)
 
+    @property
+    def version(self) -> int:
+        """The newest resourceVersion."""
+        return self._version
+
     def _next_version(self) -> str:
         self._version += 1
         return str(self._version)
@@ -114,6 +121,34 @@ class FakeKube:
             and namespace in (None, key.namespace)
             and _selected(obj["metadata"].get("labels", {}), labels)
         ]
+
+    async def listing(
+        self, kind: str, namespace: str | None, labels: str = ""
+    ) -> tuple[Sequence[Manifest], str]:
+        """See `reflect.Source`."""
+        return await self.list(kind, namespace, labels), str(self._version)
+
+    async def watch(
+        self, kind: str, namespace: str | None, labels: str, version: str
+    ) -> AsyncGenerator[tuple[Change | None, Manifest]]:
+        """See `reflect.Source`. Told is what happens from now on, so `version` is the newest."""
+        if version != str(self._version):
+            raise ClusterBusy(f"version {version} is not kept", code=410)
+        told: asyncio.Queue[tuple[Change, Manifest]] = asyncio.Queue()
+
+        def watcher(change: Change, obj: Manifest) -> None:
+            key = ObjectKey.of(obj)
+            ours = f"{key.api_version}/{key.kind}" == kind and namespace in (None, key.namespace)
+            if ours and _selected(obj["metadata"].get("labels", {}), labels):
+                told.put_nowait((change, obj))
+
+        self._watchers.append(watcher)
+        try:
+            while True:
+                yield await told.get()
+        finally:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)
 
     async def apply(self, manifest: Manifest) -> Manifest:
         """See `Kube`."""
