@@ -3,9 +3,13 @@
 A hand-off names its region once for every transport of its owner. Which one is used is the
 reader's choice: of those it has itself the first, in its own order, that opens. Shared memory of
 another host does not, and costs a look at a file that is not there.
+
+A peer from which nothing came is left alone for a while: behind a firewall that drops packets every
+hand-off would wait for its whole deadline, where computing the prompt might have taken less.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +33,8 @@ from kimi_runtime.umbp.tags import matches
 
 _BATCH_BYTES = 8 * 2**20
 _CLOSE_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_REMEMBERED = 1024
 
 _REASONS = {
     RegionGone: "region_gone",
@@ -37,6 +43,7 @@ _REASONS = {
     TransferCancelled: "cancelled",
     KvCorrupt: "corrupt",
 }
+_SILENT = ("peer_gone", "late")
 
 
 class Wanted(NamedTuple):
@@ -61,11 +68,39 @@ class Pulled:
     still_written: bool = False
 
 
+class _Pause(NamedTuple):
+    until_s: float
+    length_s: float
+
+
+class _Pauses:
+    """Regions that are not tried for now, each for twice as long as the time before."""
+
+    def __init__(self) -> None:
+        self._by_region: OrderedDict[RegionRef, _Pause] = OrderedDict()
+
+    def over(self, region: RegionRef, *, now_s: float) -> bool:
+        """Whether the region may be tried."""
+        pause = self._by_region.get(region)
+        return pause is None or pause.until_s <= now_s
+
+    def note(self, region: RegionRef, *, reached: bool, now_s: float) -> None:
+        """Whether anything came from the region that was tried."""
+        before = self._by_region.pop(region, None)
+        if reached:
+            return
+        doubled_s = _FIRST_PAUSE_S if before is None else 2 * before.length_s
+        length_s = min(doubled_s, _LONGEST_PAUSE_S)
+        self._by_region[region] = _Pause(now_s + length_s, length_s)
+        while len(self._by_region) > _REMEMBERED:
+            self._by_region.popitem(last=False)
+
+
 @dataclass(slots=True)
 class _Progress:
     until_s: float
     arrived: int = 0
-    transport: str | None = None
+    region: RegionRef | None = None
     failure: str | None = None
     still_written: bool = False
 
@@ -85,6 +120,7 @@ class BlockReader:
         """`transports`: best first."""
         self._memory, self._view, self._geometry = memory, view, geometry
         self._sessions = {one.name: SessionCache(one) for one in transports}
+        self._pauses = _Pauses()
 
     def refusal(self, hand_off: HandOff) -> str | None:
         """Why nothing may be read from this hand-off at all; None if it can be tried."""
@@ -108,20 +144,29 @@ class BlockReader:
 
         `regions` are one and the same memory by several transports, one of which both sides have.
         """
-        progress = _Progress(until_s=clock.now_s() + deadline_s)
+        now_s = clock.now_s()
+        usable = [one for one in self._shared(regions) if self._pauses.over(one, now_s=now_s)]
+        if not usable:
+            return Pulled(0, failure="unreachable")
+        progress = _Progress(until_s=now_s + deadline_s)
         hung_s = deadline_s + 2 * _CLOSE_S  # reads end by themselves; this ends what hangs
         try:
             async with (
                 asyncio.timeout(hung_s),
-                self._opened(self._shared(regions), progress) as session,
+                self._opened(usable, progress) as session,
             ):
                 await self._read_all(session, wanted, progress)
         except TimeoutError:
             progress.failure, progress.still_written = progress.failure or "late", True
         except (TransferError, KvCorrupt, ValueError, OSError) as exc:
             progress.failure = progress.failure or _reason(exc)
+        silent = not progress.arrived and progress.failure in _SILENT
+        self._pauses.note(progress.region or usable[-1], reached=not silent, now_s=clock.now_s())
         return Pulled(
-            progress.arrived, progress.transport, progress.failure, progress.still_written
+            progress.arrived,
+            None if progress.region is None else progress.region.transport,
+            progress.failure,
+            progress.still_written,
         )
 
     def _shared(self, regions: Sequence[RegionRef]) -> list[RegionRef]:
@@ -145,7 +190,7 @@ class BlockReader:
                     if number == len(regions):
                         raise
                     continue
-                progress.transport = region.transport
+                progress.region = region
                 yield session
                 return
 

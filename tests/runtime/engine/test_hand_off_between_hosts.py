@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -32,10 +33,13 @@ from kimi_runtime.transfer.tcp import TcpTransport
 
 async def main():
     link = TcpTransport("p", NetworkSettings((b"k" * 32,)))
+    ticket = ""
     async with hash_engine(Setup(name="p", transport=link)) as prefill:
         while line := await asyncio.to_thread(sys.stdin.readline):
             ids = [int(word) for word in line.split()]
             answer = await prefill.generate(request(ids, kv=KvPlan(offer=True)))
+            await prefill.engine.release(ticket)
+            ticket = answer.hand_off.ticket
             print(answer.hand_off.model_dump_json(), flush=True)
 
 asyncio.run(main())
@@ -43,7 +47,7 @@ asyncio.run(main())
 
 
 class Prefill:
-    """An engine in a process of its own."""
+    """An engine in a process of its own; an offer ends the one before."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -215,3 +219,23 @@ async def test_a_node_that_answers_nothing_is_given_up_at_the_deadline(
         assert answer.usage.hand_off_failure == reason
         assert decode.engine.counters().quarantined_blocks == 0
         decode.assert_all_free()
+
+
+async def test_who_does_not_answer_is_left_alone_for_a_while_and_then_used_again(
+    prefill: Prefill, tmp_path: Path
+):
+    prompts = [[*IDS[::-1], end] for end in (50, 51)]
+    offers = [prefill.offer(ids) for ids in prompts]
+    async with engine("d", tmp_path, tcp("d"), deadline_s=0.3) as decode, asyncio.timeout(SOON_S):
+        prefill.stop()
+        told = []
+        for ids, hand_off in zip(prompts, offers, strict=True):
+            answer = await decode.generate(taking(hand_off, ids))
+            told.append(answer.usage.hand_off_failure)
+        assert told == ["peer_gone", "unreachable"]
+        prefill.process.send_signal(signal.SIGCONT)
+        while told[-1] is not None:  # each asks again; the pause is a second
+            ids = random.Random(len(told)).choices(range(500), k=9)
+            answer = await decode.generate(request(ids, 1, kv=KvPlan(take=prefill.offer(ids))))
+            told.append(answer.usage.hand_off_failure)
+        assert set(told[2:-1]) <= {"unreachable"}
