@@ -67,13 +67,7 @@ def _pod(owner: Owner, spec: DeploymentSpec, target: Target, wanted: Wanted) -> 
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 5,
-        "securityContext": {
-            # what pools of this deployment's profile run as, so that their folders can be read
-            "runAsUser": security.UID,
-            "runAsGroup": security.UID,
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _user(spec),
         "affinity": {"nodeAffinity": _on(target.node)},
         "containers": [_container(spec, target, wanted, mounts)],
         "volumes": [
@@ -87,6 +81,17 @@ def _pod(owner: Owner, spec: DeploymentSpec, target: Target, wanted: Wanted) -> 
     if spec.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]
     return pod
+
+
+def _user(spec: DeploymentSpec) -> Manifest:
+    """What the deployment's pool runs as, so that what its folders hold can be counted."""
+    uid = security.pod_uid(spec)
+    return {
+        "runAsUser": uid,
+        "runAsGroup": uid,
+        **({"runAsNonRoot": True} if uid else {}),
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def _on(node: str) -> Manifest:

@@ -4,7 +4,7 @@
 node by a pod and by hand alike. A finding has both numbers and what to do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
@@ -74,11 +74,16 @@ class RdmaPort(_Data):
 
 
 class Disk(_Data):
-    """The file system of a folder, or of the nearest folder above it that is there."""
+    """The file system of a folder, or of the nearest folder above it that is there.
+
+    `held_bytes` is what the folder has in it already, `device` tells file systems apart.
+    """
 
     path: str
+    device: int
     there: bool
     files: bool
+    held_bytes: NonNegativeInt
     free_bytes: NonNegativeInt
     total_bytes: NonNegativeInt
 
@@ -212,8 +217,8 @@ def _hugepages(wanted: Sequence[Wanted], facts: MachineFacts) -> Iterator[Findin
         yield Finding(
             check="hugepages",
             ok=total >= need,
-            have=f"{total} of {name}, {found.free if found else 0} free",
-            want=f"{need} of {name}",
+            have=f"{total} pages of {name}, {found.free if found else 0} free",
+            want=f"{need} pages",
             remedy=""
             if total >= need
             else f"reserve them at boot: hugepagesz={name[:-1]} hugepages={need}, and restart the "
@@ -251,7 +256,8 @@ def _memory(wanted: Sequence[Wanted], facts: MachineFacts) -> Iterator[Finding]:
 
 def _disks(wanted: Sequence[Wanted], facts: MachineFacts) -> Iterator[Finding]:
     found = {disk.path: disk for disk in facts.disks}
-    for need in (disk for one in wanted for disk in one.disks):
+    every = [disk for one in wanted for disk in one.disks]
+    for need in every:
         disk = found.get(need.path)
         if need.read:
             ok = disk is not None and disk.there and disk.files
@@ -266,14 +272,24 @@ def _disks(wanted: Sequence[Wanted], facts: MachineFacts) -> Iterator[Finding]:
             continue
         free = disk.free_bytes if disk else 0
         total = disk.total_bytes if disk else 0
-        ok = free >= need.free_bytes
+        shared = [one for one in every if _on_same(found, one, disk)]
+        short = sum(max(one.free_bytes - found[one.path].held_bytes, 0) for one in shared)
+        ok = disk is not None and free >= short
+        holds = f", {gib(disk.held_bytes)} in it" if disk and disk.held_bytes else ""
+        more = f" ({gib(short)} more for all {len(shared)} there)" if len(shared) > 1 else ""
         yield Finding(
             check="disk",
             ok=ok,
-            have=f"{gib(free)} of {gib(total)} free below {need.path}",
-            want=f"{gib(need.free_bytes)} for {need.why}",
+            have=f"{gib(free)} of {gib(total)} free below {need.path}{holds}",
+            want=f"{gib(need.free_bytes)} for {need.why}{more}",
             remedy="" if ok else f"free space there, mount a larger disk, or lower {need.why}",
         )
+
+
+def _on_same(found: Mapping[str, Disk], need: DiskWanted, disk: Disk | None) -> bool:
+    """Whether space is wanted of the same file system."""
+    other = found.get(need.path)
+    return not need.read and other is not None and disk is not None and other.device == disk.device
 
 
 def gib(size: int) -> str:

@@ -19,6 +19,7 @@ from kimi_operator.preflight.checks import (
 )
 
 ARENA = "umbp.arena"
+FILES = 100_000
 SMALLEST_HUGE_PAGE = 2**21
 """A file on hugetlbfs has its page size as block size; its memory was set apart before."""
 EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -114,10 +115,33 @@ def _disk(root: Path, path: str, space: Space) -> Disk:
         nearest = nearest.parent
     try:
         free, total = space(nearest)
+        device = nearest.stat().st_dev
     except OSError:
-        free, total = 0, 0
-    files = there and bool(_names(at, r".+"))
-    return Disk(path=path, there=there, files=files, free_bytes=free, total_bytes=total)
+        free, total, device = 0, 0, 0
+    return Disk(
+        path=path,
+        device=device,
+        there=there,
+        files=there and bool(_names(at, r".+")),
+        held_bytes=_held(at) if there else 0,
+        free_bytes=free,
+        total_bytes=total,
+    )
+
+
+def _held(folder: Path) -> int:
+    """Bytes that the folder's files take, of the first `FILES` of them; links are not followed."""
+    total = seen = 0
+    for at, _, files in os.walk(folder):
+        for name in files:
+            seen += 1
+            if seen > FILES:
+                return total
+            try:
+                total += os.lstat(os.path.join(at, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
 
 
 def _arenas(root: Path, folders: Iterable[str]) -> dict[str, int]:

@@ -69,7 +69,7 @@ ONLY_LOCAL = {3: ("fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1")}
         ({"states": {}}, "rdma", "0 of 0 RDMA ports", "load the card's RDMA driver"),
         ({"gids": {}}, "rdma", "rdma0/1 has no RoCE v2 GID index 3 (there are: none)", "address"),
         ({"gids": ONLY_LOCAL}, "rdma", "(there are: 3 IB/RoCE v1)", "rdma.gidIndex"),
-        ({"hugepages_2mi": 100}, "hugepages", "100 of 2Mi", "hugepages=262144"),
+        ({"hugepages_2mi": 100}, "hugepages", "100 pages of 2Mi", "hugepages=262144"),
         ({"memory_gib": 1000}, "memory", "488.0 GiB beside huge pages", "lower kvPool.dram"),
         ({"free_gib": 10}, "disk", "10.0 GiB of 16384.0 GiB free", "free space there"),
         ({"files": ()}, "model", "/models/kimi is not there", "copy the model there"),
@@ -114,7 +114,32 @@ def test_memory_of_several_deployments_is_added_up(tmp_path: Path):
     assert tight.want == "2048.0 GiB"
     assert "llm/other takes 1024.0 GiB" in tight.have
     few = found(THERE, tmp_path / "c", WANTED, second)["hugepages"]
-    assert (few.ok, few.want) == (False, "524288 of 2Mi")
+    assert (few.ok, few.want) == (False, "524288 pages")
+
+
+def test_space_on_one_file_system_is_added_up_and_what_is_held_counts(tmp_path: Path):
+    disks = (
+        DiskWanted(path="/mnt/nvme/kv", free_bytes=4096 * GIB, why="kvPool.ssd.capacity"),
+        DiskWanted(path="/mnt/nvme/cache", free_bytes=600 * GIB, why="model.cache.size"),
+    )
+    wanted = WANTED.model_copy(update={"disks": disks})
+    facts = machine_facts(
+        "n", [wanted], THERE.laid_out(tmp_path), lambda _: (4500 * GIB, 9000 * GIB)
+    )
+    short = [finding for finding in findings([wanted], facts) if finding.check == "disk"]
+    assert [finding.ok for finding in short] == [False, False]
+    assert "4696.0 GiB more for all 2 there" in short[0].want
+    first, second = facts.disks
+    grown = first.model_copy(update={"held_bytes": 4000 * GIB})
+    again = findings([wanted], facts.model_copy(update={"disks": (grown, second)}))
+    assert all(finding.ok for finding in again if finding.check == "disk")
+
+
+def test_files_that_are_there_are_counted(tmp_path: Path):
+    root = THERE.but(folders=("/mnt/nvme/kv/a",)).laid_out(tmp_path)
+    (root / "mnt/nvme/kv/a/segment").write_bytes(b"x" * 100_000)
+    facts = machine_facts("n", [WANTED], root, THERE.space)
+    assert 100_000 <= facts.disks[0].held_bytes < 200_000
 
 
 def test_what_pools_of_others_hold_counts_and_the_own_does_not(tmp_path: Path):

@@ -270,7 +270,7 @@ async def test_its_pod_has_no_right_and_only_reads(profile: str):
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == (65532 if profile == "Restricted" else 0)
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
