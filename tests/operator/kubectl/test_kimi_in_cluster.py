@@ -199,3 +199,52 @@ async def unblocked(server: Server) -> None:
         return status == 404 and not await sets(server)
 
     await soon(gone, "it and its children are gone")
+
+
+NODE: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Node",
+    "metadata": {"name": "kimi-cli-1"},
+    "status": {
+        "allocatable": {"cpu": "8", "memory": "64Gi", "pods": "110"},
+        "capacity": {"cpu": "8", "memory": "64Gi", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True"}],
+    },
+}
+
+
+async def test_a_preflight_job_is_taken_by_the_server_and_left_alone(server: Server):
+    status, answer = await asyncio.to_thread(server.call, "POST", "/api/v1/nodes", NODE)
+    assert status in (201, 409), answer
+    merge = "application/merge-patch+json"
+    patch = {"status": NODE["status"]}
+    await asyncio.to_thread(server.call, "PATCH", "/api/v1/nodes/kimi-cli-1/status", patch, merge)
+    document = nano(preflight="Require")
+    document["metadata"] = {"name": "looked", "namespace": NAMESPACE}
+    try:
+        async with operating(server):
+            await asyncio.to_thread(server.call, "POST", OURS, document)
+            path = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
+
+            async def job() -> Any:
+                _, answer = await asyncio.to_thread(server.call, "GET", path)
+                return answer["items"]
+
+            await soon(job, "a Job looks")
+
+            async def held() -> bool:
+                _, answer = await asyncio.to_thread(server.call, "GET", f"{OURS}/looked")
+                conditions = (answer.get("status") or {}).get("conditions") or []
+                return any(c["reason"] == "Looking" for c in conditions)
+
+            await soon(held, "the condition says so")
+            assert await sets(server) == {}, "no instance starts before it passed"
+            await asyncio.to_thread(server.call, "DELETE", f"{OURS}/looked")
+
+            async def gone() -> bool:
+                status, _ = await asyncio.to_thread(server.call, "GET", f"{OURS}/looked")
+                return status == 404 and not await job()
+
+            await soon(gone, "the Job goes with its deployment")
+    finally:
+        await asyncio.to_thread(server.call, "DELETE", "/api/v1/nodes/kimi-cli-1")
