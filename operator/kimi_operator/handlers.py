@@ -110,6 +110,7 @@ class Daemons:
         bad luck is no reason to stop serving the others.
         """
         began_s, outcome = now_s(), "failed"
+        applies = self.reconciler.applies(key)
         try:
             async with self.turns:
                 began_s = now_s()
@@ -121,20 +122,23 @@ class Daemons:
             outcome = "conflict"
             self.metrics.conflicts.inc()
             logger.info("%s: %s; once more", key, exc)
-            return backoff_s(failures), failures + 1
+            retry_after_s = 0.0
         except ClusterBusy as exc:
             outcome = "busy"
             logger.warning("%s: %s", key, exc)
-            return max(backoff_s(failures), exc.retry_after_s or 0.0), failures + 1
+            retry_after_s = exc.retry_after_s or 0.0
         except ClusterError as exc:
             outcome = "refused"
             logger.warning("%s: %s", key, exc)
-            return backoff_s(failures), failures + 1
+            retry_after_s = 0.0
         except Exception:
             logger.exception("%s: the pass failed by a defect of the operator", key)
-            return backoff_s(failures), failures + 1
+            retry_after_s = 0.0
         finally:
             self.metrics.passes.labels(outcome).observe(now_s() - began_s)
+        if self.reconciler.applies(key) > applies:
+            failures = 0
+        return max(backoff_s(failures), retry_after_s), failures + 1
 
     async def _tear_down(self, key: Key, wake: asyncio.Event) -> None:
         """Take down in order, within a deadline: deletion may be slow, but never stick."""

@@ -76,6 +76,7 @@ class _Remembered:
     settled: dict[ObjectKey, str] = field(default_factory=dict)
     created: set[ObjectKey] = field(default_factory=set)
     repairs: Repairs = field(default_factory=Repairs)
+    applies: int = 0
 
 
 @dataclass
@@ -134,6 +135,11 @@ class Reconciler:
     def has_status(self, key: Key) -> bool:
         """Whether an operator has looked at the deployment before."""
         return bool((self.cache.deployment(key) or {}).get("status"))
+
+    def applies(self, key: Key) -> int:
+        """Children applied so far: a pass that failed after some has come closer to its end."""
+        memory = self._remembered.get(key)
+        return memory.applies if memory is not None else 0
 
     def teardown_s(self, key: Key) -> float:
         """How long the ordered deletion may take: each stage its pods' grace, and some more."""
@@ -315,6 +321,7 @@ class Reconciler:
         answer = await self.kube.apply(change.manifest)
         self.metrics.applies.labels(at.kind, change.reason).inc()
         memory.settled[at] = fingerprint(answer)
+        memory.applies += 1
         self.cache.saw("MODIFIED", answer)
         return 1
 

@@ -100,8 +100,8 @@ class Schedule:
     """Faults drawn from a seed for the first `count` requests that may have one, at a rate."""
 
     seed: int
-    rate: float = 0.15
-    count: int = 140
+    rate: float = 0.12
+    count: int = 120
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:

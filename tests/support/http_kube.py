@@ -7,7 +7,7 @@ patches, optimistic replacement, deletion. Built-in controllers act after every 
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +26,13 @@ ALL_VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 @dataclass
 class HttpKube:
-    """See the module. `history` has every change; `kept_from` is the oldest version to watch."""
+    """See the module. `history` has every change; `kept_from` is the oldest version to watch.
+
+    `settles`: the built-in controllers act after every write.
+    """
 
     kube: FakeKube
+    settles: bool = True
     history: list[tuple[int, Change, Manifest]] = field(default_factory=list)
     kept_from: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,7 +70,7 @@ class HttpKube:
             answer = await self._routed(request)
         except ClusterError as exc:
             return status(exc.code or 500, str(exc))
-        if request.method not in ("GET", "HEAD"):
+        if self.settles and request.method not in ("GET", "HEAD"):
             self.controllers.settle()
         return answer
 
@@ -161,6 +165,14 @@ class HttpKube:
             gone = {"kind": "Status", "code": 410, "message": "too old resource version"}
             await _write(response, "ERROR", gone)
             return response
+        with suppress(ConnectionError):
+            await self._told(response, kind, namespace, labels, since)
+        return response
+
+    async def _told(
+        self, response: web.StreamResponse, kind: Kind, namespace: str, labels: str, since: int
+    ) -> None:
+        """Tell what happens until the other end goes."""
         at = 0
         while True:
             changed = self._changed
