@@ -2,18 +2,22 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from charts import CHART
 from kimi_operator.observed import ObjectKey
-from nodes import Manifest, Nodes, images, two_nodes
+from nano import DEPLOYMENT, NAMESPACE, READY_S, ready, router_url
+from nodes import ROOT, Manifest, Nodes, example, images, two_nodes
 
-NAMESPACE = "kimistack"
 OPERATOR = ObjectKey("apps/v1", "Deployment", NAMESPACE, "kimistack-operator")
 OPERATOR_READY_S = 120
+Install = Callable[[Path, str], Manifest]
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +36,22 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, built: dict[str, Manifest]) 
     """Two nodes with GPUs and both images."""
     given = os.environ.get("KIMI_CLUSTER_DIR")
     folder = Path(given) if given else tmp_path_factory.mktemp("cluster")
+    folder.mkdir(parents=True, exist_ok=True)
     with two_nodes(folder) as nodes:
         for image in built.values():
-            with nodes.timed(f"load {image['name']} ({image['bytes'] / 2**20:.0f} MiB)"):
+            nodes.measured(f"image {image['name']}, packed", image["bytes"] / 2**20, "MiB")
+            with nodes.timed(f"load image {image['name']} on both nodes"):
                 nodes.load(image["image"], image["archive"])
         yield nodes
-        for what, seconds in nodes.timings.items():
-            print(f"{seconds:7.1f} s  {what}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def table(nodes: Nodes, request: pytest.FixtureRequest) -> Iterator[None]:
+    """What was measured, at the end."""
+    yield
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print("\n\n" + nodes.table())
 
 
 @pytest.fixture(scope="session")
@@ -48,30 +61,98 @@ def image_names(built: dict[str, Manifest]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def operator(
-    nodes: Nodes, image_names: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Manifest]:
-    """The operator, installed by Helm; its Deployment.
+def install(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Install:
+    """Install a chart with an operator's image by Helm, or upgrade to it; the ready Deployment.
 
     By a copy of the chart without crds/: Helm 4 applies those by server-side apply, which a server
-    without CEL refuses. The chart's own hook writes them whatever the server.
+    without CEL refuses. The chart's own hook writes them whatever the server. The operator stays
+    off the node that is killed.
     """
     helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
-    repository, _, tag = image_names["operator"].rpartition(":")
-    values = {"image": {"repository": repository, "tag": tag, "pullPolicy": "Never"}}
-    kubeconfig = nodes.server.kubeconfig
-    chart = tmp_path_factory.mktemp("chart") / "kimistack"
-    shutil.copytree(CHART, chart, ignore=shutil.ignore_patterns("crds"))
-    with helm.Config(kubeconfig_path=kubeconfig, namespace=NAMESPACE) as config:
-        with nodes.timed("helm install"):
-            installed = any(item["name"] == "kimistack" for item in config.list())
-            act = config.upgrade if installed else config.install
-            made = {} if installed else {"create_namespace": True}
-            act(chart, "kimistack", values, namespace=NAMESPACE, timeout=300, **made)
-        with nodes.timed("operator ready"):
-            ready = nodes.until(OPERATOR, _available, OPERATOR_READY_S, "available")
+
+    def installed(chart: Path, image: str) -> Manifest:
+        repository, _, tag = image.rpartition(":")
+        values = {
+            "image": {"repository": repository, "tag": tag, "pullPolicy": "Never"},
+            "nodeSelector": {"kubernetes.io/hostname": "node-1"},
+        }
+        copy = tmp_path_factory.mktemp("chart") / "kimistack"
+        shutil.copytree(chart, copy, ignore=shutil.ignore_patterns("crds"))
+        kubeconfig = nodes.server.kubeconfig
+        with helm.Config(kubeconfig_path=kubeconfig, namespace=NAMESPACE) as config:
+            there = any(item["name"] == "kimistack" for item in config.list())
+            act = config.upgrade if there else config.install
+            made = {} if there else {"create_namespace": True}
+            act(copy, "kimistack", values, namespace=NAMESPACE, timeout=300, **made)
+        ready = nodes.until(OPERATOR, _available, OPERATOR_READY_S, "available")
         assert ready is not None
-        yield ready
+        return ready
+
+    return installed
+
+
+@pytest.fixture(scope="session")
+def operator(nodes: Nodes, install: Install, image_names: dict[str, str]) -> Manifest:
+    """The operator of this version."""
+    with nodes.timed("helm install to operator available"):
+        return install(CHART, image_names["operator"])
+
+
+@pytest.fixture(scope="session")
+def deployment(nodes: Nodes, operator: Manifest, image_names: dict[str, str]) -> Manifest:
+    """The example, Ready."""
+    manifest = nano(image_names["runtime"])
+    with nodes.timed("kubectl apply to Ready"):
+        nodes.apply(manifest)
+        nodes.kubectl(
+            *("wait", "--for=condition=Ready", f"--timeout={READY_S:.0f}s"),
+            *("kimideployment/kimi-nano", "-n", NAMESPACE),
+            within_s=READY_S + 30,
+        )
+    found = nodes.get(DEPLOYMENT)
+    assert ready(found)
+    assert found is not None
+    return found
+
+
+def nano(image: str) -> Manifest:
+    """The example with an image that is on the nodes.
+
+    Its routers are given the node that is not killed: Kubernetes alone decides how long a Service
+    goes on naming a router that is gone with its node.
+    """
+    quick = {"drain": {"preStop": "5s"}}
+    return example(
+        "kimi-nano-cluster.yaml",
+        image=image,
+        imagePullPolicy="Never",
+        prefill=quick,
+        decode=quick,
+        router={"placement": {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}},
+    )
+
+
+@pytest.fixture
+def client(nodes: Nodes, deployment: Manifest) -> Iterator[openai.OpenAI]:
+    """An outside client of the router's Service."""
+    with openai.OpenAI(
+        base_url=router_url(nodes), api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout of the version before this one."""
+    folder = tmp_path_factory.mktemp("previous")
+    archive = folder / "v.tar"
+    subprocess.run(["git", "archive", "-o", archive, PREVIOUS], cwd=ROOT, check=True, timeout=60)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "tree", filter="data")
+    return folder / "tree"
+
+
+PREVIOUS = "v0.1.0"
 
 
 def _available(deployment: Manifest | None) -> bool:

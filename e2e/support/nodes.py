@@ -1,17 +1,20 @@
-"""Two real nodes for the end-to-end tests: started, loaded with images, watched and stopped.
+"""Two real nodes for the end-to-end tests: started, loaded with images, watched, killed, stopped.
 
 KIMISTACK_CLUSTER names the folder with the `cluster` script. KIMI_E2E_KEEP=1 leaves the cluster up,
-so that the next run starts on it.
+so that the next run starts on it. KIMI_E2E_IMAGES names a file with what images/build printed of
+images that are there already.
 """
 
 import http.client
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +29,7 @@ from kimi_operator.observed import ObjectKey
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("node-1", "node-2")
 GPUS = 8
+BIN = Path(__file__).parent / "bin"
 GPU_LABELS = {"feature.node.kubernetes.io/amd-gpu": "true"}
 """As Node Feature Discovery labels nodes with GPUs; where they are, the pool is."""
 Manifest = dict[str, Any]
@@ -42,35 +46,87 @@ class Nodes:
     script: Path
     folder: Path
     server: Server
-    timings: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """What was measured: number and unit."""
 
-    def command(self, *arguments: str, within_s: float = 600) -> str:
+    def command(self, *arguments: str, within_s: float = 300) -> str:
         """Run the cluster script."""
-        env = {**os.environ, "KIMI_CLUSTER_DIR": str(self.folder)}
-        done = subprocess.run(
-            [self.script, *arguments], env=env, capture_output=True, text=True, timeout=within_s
-        )
-        if done.returncode:
-            raise AssertionError(f"cluster {' '.join(arguments)}: {done.stdout}{done.stderr}")
-        return done.stdout
+        return _cluster(self.script, self.folder, *arguments, within_s=within_s)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Note how long something took."""
         began = time.monotonic()
         yield
-        self.timings[what] = round(time.monotonic() - began, 1)
+        self.measured(what, time.monotonic() - began, "s")
+
+    def measured(self, what: str, number: float, unit: str) -> None:
+        """Note a figure for the table."""
+        self.figures[what] = (round(number, 1), unit)
+
+    def table(self) -> str:
+        """The figures, one a line."""
+        rows = [f"| {what} | {number:g} {unit} |" for what, (number, unit) in self.figures.items()]
+        return "\n".join(["| measured on two nodes | |", "| --- | --- |", *rows])
 
     def load(self, image: str, archive: str) -> None:
-        """Import an image on every node that lacks it."""
+        """Import an image on every node that lacks it, on all of them at once."""
+        lacking = [node for node in NODES if image not in self.ctr(node, "images", "ls", "-q")]
+        imports = [
+            subprocess.Popen(
+                [*self._ctr(node), "images", "import", archive], stdout=subprocess.DEVNULL
+            )
+            for node in lacking
+        ]
+        assert [each.wait(600) for each in imports] == [0] * len(lacking)
+
+    def tag(self, image: str, name: str) -> None:
+        """Give an image another name, on every node."""
         for node in NODES:
-            socket = self.folder / node / "containerd.sock"
-            ctr = ["ctr", "-a", str(socket), "-n", "k8s.io", "images"]
-            have = subprocess.run([*ctr, "ls", "-q"], capture_output=True, text=True, check=True)
-            if image not in have.stdout.split():
-                subprocess.run(
-                    [*ctr, "import", archive], capture_output=True, check=True, timeout=600
-                )
+            self.ctr(node, "images", "tag", "--force", image, name)
+
+    def ctr(self, node: str, *arguments: str) -> list[str]:
+        """Lines that containerd's client prints."""
+        done = subprocess.run(
+            [*self._ctr(node), *arguments], capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout.splitlines()
+
+    def _ctr(self, node: str) -> list[str]:
+        return ["ctr", "-a", str(self.folder / node / "containerd.sock"), "-n", "k8s.io"]
+
+    def kubectl(self, *arguments: str, within_s: float = 60) -> str:
+        """What a user's kubectl prints."""
+        done = subprocess.run(
+            ["kubectl", "--kubeconfig", str(self.server.kubeconfig), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+        )
+        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+    def kill(self, node: str) -> None:
+        """Take a node off the network without a word, then everything that runs on it."""
+        number = node.rpartition("-")[2]
+        subprocess.run(["ip", "link", "set", f"kimi{number}", "down"], check=True)
+        socket = str(self.folder / node / "containerd.sock")
+        shims = [pid for pid, line in _processes() if "containerd-shim" in line and socket in line]
+        for pid in (
+            *self.pids(f"kubelet-{number}"),
+            *self.pids(f"containerd-{number}"),
+            *_descendants(shims),
+            *shims,
+        ):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def revive(self, node: str) -> None:
+        """Start a killed node again."""
+        number = node.rpartition("-")[2]
+        subprocess.run(["ip", "link", "set", f"kimi{number}", "up"], check=True)
+        self.command("up", "--nodes", str(len(NODES)))
+        self.command("gpus", node, str(GPUS))
 
     def pids(self, name: str) -> list[int]:
         """Process ids of a part of a node or of the control plane, e.g. `kubelet-2`."""
@@ -182,49 +238,133 @@ def _summary(obj: Manifest | None) -> str:
 
 def images() -> dict[str, Manifest]:
     """Both images, built unless they are there already: name -> what images/build says of it."""
+    given = os.environ.get("KIMI_E2E_IMAGES")
+    if given:
+        return _described(Path(given).read_text())
+    return _described(_built(ROOT))
+
+
+def images_of(root: Path, *names: str) -> dict[str, Manifest]:
+    """The images of another checkout, built by its own script with this one's base and wheels."""
+    (root / "build" / "images").mkdir(parents=True, exist_ok=True)
+    for base in (ROOT / "build" / "images").glob("base-*.tar"):
+        _link(base, root / "build" / "images" / base.name)
+    for wheel in (ROOT / "build" / "wheelhouse").glob("*.whl"):
+        _link(wheel, root / "build" / "wheelhouse" / wheel.name)
+    return _described(_built(root, *(part for name in names for part in ("--only", name))))
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        try:
+            os.link(source, target)
+        except OSError:  # another file system
+            shutil.copyfile(source, target)
+
+
+def _built(root: Path, *options: str) -> str:
     done = subprocess.run(
-        ["nice", sys.executable, ROOT / "images" / "build"],
+        ["nice", sys.executable, root / "images" / "build", *options],
         capture_output=True,
         text=True,
         timeout=1800,
     )
     if done.returncode:
         raise AssertionError(f"images/build: {done.stderr[-4000:]}")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def _described(text: str) -> dict[str, Manifest]:
+    lines = [json.loads(line) for line in text.splitlines()]
     return {str(line["name"]): line for line in lines}
+
+
+def _processes() -> Iterator[tuple[int, str]]:
+    """Id and command line of everything that runs."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                yield int(folder.name), line.decode(errors="replace")
+
+
+def _descendants(roots: Iterable[int]) -> list[int]:
+    """Processes whose parent is one of these or a descendant of one."""
+    children: dict[int, list[int]] = {}
+    for pid, _ in _processes():
+        with suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(pid)
+    found: list[int] = []
+    todo = list(roots)
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _cluster(script: Path, folder: Path, *arguments: str, within_s: float) -> str:
+    """Run the cluster script on a folder, with our containerd in front of the machine's."""
+    env = {
+        **os.environ,
+        "KIMI_CLUSTER_DIR": str(folder),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [script, *arguments], env=env, capture_output=True, text=True, timeout=within_s
+    )
+    if done.returncode:
+        raise AssertionError(f"cluster {' '.join(arguments)}: {done.stdout}{done.stderr}")
+    return done.stdout
 
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Nodes]:
     """The cluster with its GPUs advertised; stopped at the end unless it is to be kept."""
     script = Path(os.environ["KIMISTACK_CLUSTER"]) / "cluster"
-    env = {**os.environ, "KIMI_CLUSTER_DIR": str(folder)}
-    with the_only_cluster(), _started(script, folder, env) as nodes:
+    if not Path("/usr/bin/containerd").exists():  # the script would take ours for it
+        subprocess.run(["apt-get", "install", "-y", "-q", "containerd", "runc"], check=True)
+    with the_only_cluster(), _shared(folder), _started(script, folder) as nodes:
         yield nodes
 
 
 @contextmanager
-def _started(script: Path, folder: Path, env: dict[str, str]) -> Iterator[Nodes]:
+def _shared(folder: Path) -> Iterator[None]:
+    """The folder as a mount of its own, so that what is mounted below it is seen in containerd's
+    mount namespaces too.
+    """
+    kept = bool(os.environ.get("KIMI_E2E_KEEP"))
+    if not os.path.ismount(folder):
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        subprocess.run(["mount", "--make-shared", folder], check=True)
+    try:
+        yield
+    finally:
+        if not kept and os.path.ismount(folder):
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextmanager
+def _started(script: Path, folder: Path) -> Iterator[Nodes]:
     began = time.monotonic()
     try:
-        up = [script, "up", "--nodes", str(len(NODES))]
-        done = subprocess.run(up, env=env, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise AssertionError(f"cluster up: {done.stdout}{done.stderr}")
+        _cluster(script, folder, "up", "--nodes", str(len(NODES)), within_s=300)
         nodes = Nodes(script, folder, Server.of(folder / "kubeconfig"))
-        nodes.timings["cluster up"] = round(time.monotonic() - began, 1)
+        nodes.measured("cluster up", time.monotonic() - began, "s")
         for node in NODES:
             nodes.command("gpus", node, str(GPUS))
             nodes.merge(ObjectKey("v1", "Node", "", node), {"metadata": {"labels": GPU_LABELS}})
         yield nodes
     finally:
         if not os.environ.get("KIMI_E2E_KEEP"):
-            subprocess.run([script, "down"], env=env, capture_output=True, timeout=180)
+            _cluster(script, folder, "down", within_s=180)
 
 
-def example(name: str, **spec: Any) -> Manifest:
-    """A KimiDeployment of examples/ with `spec` merged into its own."""
-    manifest: Manifest = yaml.safe_load((ROOT / "examples" / name).read_text())
+def example(name: str, root: Path = ROOT, **spec: Any) -> Manifest:
+    """A KimiDeployment of a checkout's examples/ with `spec` merged into its own."""
+    manifest: Manifest = yaml.safe_load((root / "examples" / name).read_text())
     return {**manifest, "spec": _merged(manifest["spec"], spec)}
 
 
