@@ -13,10 +13,11 @@ EXTRA = ("kopf", "kubernetes")
 
 def lacks_extra(exc: ModuleNotFoundError) -> str | None:
     """What to say where the extra `operator` is not installed; None for another module."""
-    if (exc.name or "").partition(".")[0] not in EXTRA:
+    package = (exc.name or "").partition(".")[0]
+    if package not in EXTRA:
         return None
     return (
-        f"there is no {exc.name} here, which speaks to clusters; install it with: pip install "
+        f"there is no {package} here, which speaks to clusters; install it with: pip install "
         "'kimistack[operator]'"
     )
 

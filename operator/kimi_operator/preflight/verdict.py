@@ -162,8 +162,6 @@ def _told(report: Report, job: str) -> str:
 
 
 def _condition(looks: Sequence[Look]) -> Condition:
-    nodes = sum(len(look.node_class.nodes) for look in looks)
-    of = f"{len(looks)} node classes ({nodes} nodes)" if len(looks) > 1 else f"{nodes} nodes alike"
     for state, reason in (("failed", "ChecksFailed"), ("broken", "CouldNotLook")):
         found = [look for look in looks if look.state == state]
         if found:
@@ -173,6 +171,10 @@ def _condition(looks: Sequence[Look]) -> Condition:
     if looking:
         first = next((look for look in looking if look.text), looking[0])
         why = f": {first.text}" if first.text else ""
-        told = f"looking at node {first.node_class}, {len(looks) - len(looking)} of {of} done{why}"
-        return Condition(KIND, None, "Looking", told)
-    return Condition(KIND, True, "Passed", f"{of} have what the spec asks for")
+        done = len(looks) - len(looking)
+        of = f"; {done} of {len(looks)} node classes done" if len(looks) > 1 else ""
+        return Condition(KIND, None, "Looking", f"looking at node {first.node_class}{of}{why}")
+    nodes = sum(len(look.node_class.nodes) for look in looks)
+    one = f"node {looks[0].node_class} has"
+    who = one if len(looks) == 1 else f"{len(looks)} node classes of {nodes} nodes have"
+    return Condition(KIND, True, "Passed", f"{who} what the spec asks for")
