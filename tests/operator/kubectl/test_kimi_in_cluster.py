@@ -205,6 +205,7 @@ NODE: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Node",
     "metadata": {"name": "kimi-cli-1"},
+    "spec": {"unschedulable": True},  # nobody would run, or end, what the scheduler put there
     "status": {
         "allocatable": {"cpu": "8", "memory": "64Gi", "pods": "110"},
         "capacity": {"cpu": "8", "memory": "64Gi", "pods": "110"},
