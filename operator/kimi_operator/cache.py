@@ -2,8 +2,13 @@
 
 A pass reads only here, so that a quiet cluster costs no request. Own writes are put in at once:
 otherwise the next pass, started before the watch has told of them, would decide from the past.
+
+Children are kept as compressed text: as dicts, with their managedFields, those of one deployment
+take half a megabyte, and most of them are not looked at for hours.
 """
 
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
@@ -12,6 +17,8 @@ from kimi_operator.observed import DEPLOYMENT_LABEL, Manifest, ObjectKey
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
 TOMBSTONES = 10_000
+UNPACKED = 32
+"""Deployments of which the children are kept as dicts too, those looked at last."""
 
 
 class Key(NamedTuple):
@@ -41,12 +48,29 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+class _Packed:
+    """A child as text, and what every event is compared with."""
+
+    __slots__ = ("metadata", "text")
+
+    def __init__(self, manifest: Manifest) -> None:
+        named = manifest["metadata"]
+        self.metadata = {name: named.get(name, "") for name in ("uid", "resourceVersion")}
+        self.text = zlib.compress(json.dumps(manifest, separators=(",", ":")).encode(), 1)
+
+    def unpacked(self) -> Manifest:
+        """The object."""
+        manifest: Manifest = json.loads(zlib.decompress(self.text))
+        return manifest
+
+
 class Cache:
     """Deployments and their children. Objects are shared, so they must not be changed."""
 
     def __init__(self) -> None:
         self._deployments: dict[ObjectKey, Manifest] = {}
-        self._children: dict[Key, dict[ObjectKey, Manifest]] = {}
+        self._children: dict[Key, dict[ObjectKey, _Packed]] = {}
+        self._unpacked: dict[Key, dict[ObjectKey, Manifest]] = {}
         self._gone: dict[str, None] = {}
 
     def deployment(self, key: Key) -> Manifest | None:
@@ -59,7 +83,14 @@ class Cache:
 
     def children(self, key: Key) -> dict[ObjectKey, Manifest]:
         """A deployment's children, pods included."""
-        return dict(self._children.get(key, {}))
+        unpacked = self._unpacked.pop(key, None)
+        if unpacked is None:
+            packed = self._children.get(key, {})
+            unpacked = {at: child.unpacked() for at, child in packed.items()}
+        self._unpacked[key] = unpacked
+        while len(self._unpacked) > UNPACKED:
+            del self._unpacked[next(iter(self._unpacked))]
+        return dict(unpacked)
 
     def saw(self, change: Change, manifest: Manifest) -> Key | None:
         """Take in one event, or the answer to a write. The deployment it concerns, if any.
@@ -72,35 +103,58 @@ class Cache:
         owner = Key.of(metadata) if ours else Key.of_owner(metadata)
         if owner is None:
             return None
-        store = self._deployments if ours else self._children.setdefault(owner, {})
         index = ObjectKey.of(manifest)
-        known = store.get(index)
+        known = self._version_of(owner, index, ours=ours)
         if change == "DELETED":
             self._bury(metadata["uid"])
-            if known is not None and known["metadata"]["uid"] == metadata["uid"]:
-                del store[index]
-        elif metadata["uid"] not in self._gone and _is_newer(manifest, known):
-            store[index] = manifest
-        if not ours and not store:
-            del self._children[owner]
+            if known is not None and known["uid"] == metadata["uid"]:
+                self._drop(owner, index, ours=ours)
+        elif metadata["uid"] not in self._gone and _is_newer(metadata, known):
+            self._keep(owner, index, manifest, ours=ours)
         return owner
 
     def condemn(self, owner: Key, key: ObjectKey, uid: str, now: str) -> None:
         """Take a child for one whose deletion has begun, until the watch tells more of it."""
-        children = self._children.get(owner, {})
-        child = children.get(key)
+        child = self.children(owner).get(key)
         if child is not None and child["metadata"]["uid"] == uid:
             metadata = {"deletionTimestamp": now, **child["metadata"]}
-            children[key] = {**child, "metadata": metadata}
+            self._keep(owner, key, {**child, "metadata": metadata}, ours=False)
+
+    def _version_of(self, owner: Key, at: ObjectKey, *, ours: bool) -> Mapping[str, Any] | None:
+        """uid and resourceVersion of what is known."""
+        if ours:
+            resource = self._deployments.get(at)
+            return None if resource is None else resource["metadata"]
+        child = self._children.get(owner, {}).get(at)
+        return None if child is None else child.metadata
+
+    def _keep(self, owner: Key, at: ObjectKey, manifest: Manifest, *, ours: bool) -> None:
+        if ours:
+            self._deployments[at] = manifest
+            return
+        self._children.setdefault(owner, {})[at] = _Packed(manifest)
+        if owner in self._unpacked:
+            self._unpacked[owner][at] = manifest
+
+    def _drop(self, owner: Key, at: ObjectKey, *, ours: bool) -> None:
+        if ours:
+            del self._deployments[at]
+            return
+        self._unpacked.get(owner, {}).pop(at, None)
+        children = self._children[owner]
+        del children[at]
+        if not children:
+            del self._children[owner]
 
     def known(self, kind: str, namespace: str | None) -> dict[ObjectKey, str]:
         """Uids of the objects of a kind there are now, in one namespace or (None) in all."""
-        stores = (self._deployments, *self._children.values())
+        found = {at: str(o["metadata"]["uid"]) for at, o in self._deployments.items()}
+        for children in self._children.values():
+            found |= {at: str(child.metadata["uid"]) for at, child in children.items()}
         return {
-            key: manifest["metadata"]["uid"]
-            for store in stores
-            for key, manifest in store.items()
-            if namespace in (None, key.namespace) and f"{key.api_version}/{key.kind}" == kind
+            at: uid
+            for at, uid in found.items()
+            if namespace in (None, at.namespace) and f"{at.api_version}/{at.kind}" == kind
         }
 
     def replace(
@@ -114,32 +168,34 @@ class Cache:
         """
         listed = {ObjectKey.of(manifest): manifest for manifest in found}
         told: set[Key] = set()
-        for key, uid in known.items():
-            if key not in listed:
-                told |= self._lost(key, uid)
-        for key, manifest in listed.items():
-            if f"{key.api_version}/{key.kind}" != kind:
-                continue
-            before = self._at(key, manifest["metadata"])
-            owner = self.saw("MODIFIED", manifest)
-            after = self._at(key, manifest["metadata"])
-            if owner is not None and after is not before:
-                told.add(owner)
+        for at, uid in known.items():
+            if at not in listed:
+                told |= self._lost(at, uid)
+        for manifest in listed.values():
+            metadata = manifest["metadata"]
+            ours = manifest["kind"] == "KimiDeployment"
+            owner = Key.of(metadata) if ours else Key.of_owner(metadata)
+            if owner is not None and metadata["uid"] not in self._gone:
+                at = ObjectKey.of(manifest)
+                if _is_newer(metadata, self._version_of(owner, at, ours=ours)):
+                    self._keep(owner, at, manifest, ours=ours)
+                    told.add(owner)
         return told
 
-    def _lost(self, key: ObjectKey, uid: str) -> set[Key]:
-        for store in (self._deployments, *self._children.values()):
-            gone = store.get(key)
-            if gone is not None and gone["metadata"]["uid"] == uid:
-                owner = self.saw("DELETED", gone)
-                return {owner} if owner is not None else set()
+    def _lost(self, at: ObjectKey, uid: str) -> set[Key]:
+        """Forget an object that is no more; whose it was."""
+        resource = self._deployments.get(at)
+        if resource is not None and resource["metadata"]["uid"] == uid:
+            self._bury(uid)
+            owner = Key(at.namespace, at.name)
+            self._drop(owner, at, ours=True)
+            return {owner}
+        for owner, children in self._children.items():
+            if at in children and children[at].metadata["uid"] == uid:
+                self._bury(uid)
+                self._drop(owner, at, ours=False)
+                return {owner}
         return set()
-
-    def _at(self, key: ObjectKey, metadata: Mapping[str, Any]) -> Manifest | None:
-        if key.kind == "KimiDeployment":
-            return self._deployments.get(key)
-        owner = Key.of_owner(metadata)
-        return self._children.get(owner, {}).get(key) if owner is not None else None
 
     def _bury(self, uid: str) -> None:
         self._gone[uid] = None
@@ -147,10 +203,10 @@ class Cache:
             del self._gone[next(iter(self._gone))]
 
 
-def _is_newer(manifest: Manifest, known: Manifest | None) -> bool:
-    if known is None or known["metadata"]["uid"] != manifest["metadata"]["uid"]:
+def _is_newer(metadata: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
+    if known is None or known["uid"] != metadata["uid"]:
         return True
-    old, new = (m["metadata"].get("resourceVersion", "") for m in (known, manifest))
+    old, new = (str(m.get("resourceVersion", "")) for m in (known, metadata))
     if old.isdigit() and new.isdigit():
         return int(new) > int(old)
     return bool(new != old)  # not numbers: the API promises no order, so the last word counts

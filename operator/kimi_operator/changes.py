@@ -139,8 +139,9 @@ def is_owned(child: Mapping[str, Any], owner_uid: str) -> bool:
 
 
 def fingerprint(child: Mapping[str, Any]) -> str:
-    """What we own of an object, and under which hash, as one comparable text."""
-    return json.dumps([_applied_hash(child), owned_fields(child)], sort_keys=True)
+    """What we own of an object, and under which hash, as one comparable digest."""
+    text = json.dumps([_applied_hash(child), owned_fields(child)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _reason(

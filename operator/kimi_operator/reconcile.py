@@ -77,6 +77,7 @@ class _Remembered:
     created: set[ObjectKey] = field(default_factory=set)
     repairs: Repairs = field(default_factory=Repairs)
     applies: int = 0
+    asks_again: bool = False
 
 
 @dataclass
@@ -230,7 +231,7 @@ class Reconciler:
         problems = [_taken(foreign) for foreign in plan.foreign]
         wrote = await self._give_up_lost(key, observed)
         for manifest in decision.once:
-            wrote += await self._create_once(memory, manifest, problems)
+            wrote += await self._create_once(memory, manifest, observed, problems)
         wrote += await self._mark_drains(decision, observed)
         wrote += await self._scale(decision, observed)
         wrote += await self._apply_all(memory, plan, decision, observed, problems)
@@ -266,10 +267,24 @@ class Reconciler:
         return gave
 
     async def _create_once(
-        self, memory: _Remembered, manifest: Manifest, problems: list[Problem]
+        self,
+        memory: _Remembered,
+        manifest: Manifest,
+        observed: Observed,
+        problems: list[Problem],
     ) -> int:
-        """POST what may not be read: that the name is taken means that it is there."""
+        """POST what may not be read: that the name is taken means that it is there.
+
+        Where an earlier process has come as far as a workload, it was there by then: a start with
+        many deployments asks for none of them. Whether it is there still is asked at the next
+        listing.
+        """
         at = ObjectKey.of(manifest)
+        if not memory.asks_again and any(
+            key.kind == "Deployment" and _is_ours(child, memory.uid)
+            for key, child in observed.children.items()
+        ):
+            memory.created.add(at)
         if at in memory.created:
             return 0
         try:
@@ -406,6 +421,7 @@ class Reconciler:
         """Let the next pass create again what it cannot see (the call key)."""
         if key in self._remembered:
             self._remembered[key].created.clear()
+            self._remembered[key].asks_again = True
 
     def _now(self) -> str:
         return rfc3339(self.unix_s())

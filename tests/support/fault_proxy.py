@@ -11,7 +11,7 @@ import random
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -234,7 +234,11 @@ class FaultProxy:
             request.method, url, headers=headers, data=body or None, allow_redirects=False
         ) as answer:
             if passed.watches and answer.status == 200:
-                return await self._watched(request, answer, fault)
+                response = web.StreamResponse(headers={"Content-Type": "application/json"})
+                with suppress(ConnectionError):  # whoever watched may go at any time
+                    await response.prepare(request)
+                    await self._watched(request, response, answer, fault)
+                return response
             text = await answer.read()
             if passed.writes and self.after_write is not None:
                 await self.after_write(passed)
@@ -244,18 +248,20 @@ class FaultProxy:
             return web.Response(status=answer.status, headers=kept, body=text)
 
     async def _watched(
-        self, request: web.Request, answer: aiohttp.ClientResponse, fault: Fault | None
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await response.prepare(request)
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        answer: aiohttp.ClientResponse,
+        fault: Fault | None,
+    ) -> None:
         how = fault.how if isinstance(fault, Watch) else None
         if how == "gone":
             gone = {"kind": "Status", "code": 410, "message": "too old resource version"}
             await response.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
-            return response
+            return
         if how == "silent":
             await self._stalled.wait()
-            return response
+            return
         held: list[bytes] = []
         told = 0
         async for line in _lines(answer):
@@ -263,11 +269,11 @@ class FaultProxy:
                 line = self._jumbled(held, line)
             if how == "broken" and told >= 2 and b'"BOOKMARK"' not in line:
                 await response.write(line[: len(line) // 2])
-                return _cut(request)
+                _cut(request)
+                return
             told += 1
             if line:
                 await response.write(line)
-        return response
 
     def _jumbled(self, held: list[bytes], line: bytes) -> bytes:
         """Events of earlier and this one again, in an order of chance; the last one comes last.
