@@ -1,26 +1,42 @@
 """The arena: one file of a node that holds the pool's pages, mapped by the daemon and by engines.
 
-Layout: a header of `max(4096, page_bytes)` bytes, then the pages. The header says which layout,
-which page size and which *epoch*; a daemon that starts makes a new file under the same name with a
-new epoch and marks the old file retired, so that a mapping of the old one is never trusted again
-and never written over. Header fields are little-endian.
+Layout: a header of `max(4096, page_bytes)` bytes, the directory (see `directory`), then the pages.
+The header says which layout, which sizes and which *epoch*, a new one per start of a daemon. A
+daemon that starts takes over the file that one before it left (after a crash as it was), or makes a
+new one under the same name and marks the old one retired, so that a mapping of it is never trusted
+again and never written over. Header fields are little-endian.
+
+Who maps an arena to write holds a lock on one byte of the file, far beyond its end, which its
+instance names. The lock ends with the process, so a daemon that knows only the instance of a writer
+of its predecessor's can tell whether it is still there.
 """
 
+import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
+from kimi_connect.directory import Cells, Directory
 from kimi_connect.wire import Extent
 
 MAGIC = b"KIMIUMBP"
-LAYOUT_VERSION = 1
-LIVE, RETIRED = 1, 2
+LAYOUT_VERSION = 2
+LIVE, RETIRED, LEFT = 1, 2, 3
+"""LEFT: its daemon stopped in order and left it for the next."""
+
 MIN_HEADER_BYTES = 4096
 
-_HEADER = struct.Struct("<8sIIIQQ")  # magic, version, state, page bytes, pages, epoch
-_STATE = struct.Struct("<I")
-_STATE_OFFSET = 12
+# magic, version, state, page bytes, pages, epoch, slots, spares, number
+_HEADER = struct.Struct("<8sIIIQQQQQ")
+_STATE, _STATE_OFFSET = struct.Struct("<I"), 12
+_EPOCH_OFFSET = 28
+_NUMBER, _NUMBER_OFFSET = struct.Struct("<Q"), 52
+
+_LOCKS_FROM = 1 << 61
+_FLOCK = "hhqqi"
 
 
 class ArenaGone(Exception):
@@ -32,26 +48,86 @@ def header_bytes(page_bytes: int) -> int:
     return max(MIN_HEADER_BYTES, page_bytes)
 
 
+NO_CELLS = Cells()
+
+
+class Shape(NamedTuple):
+    """The sizes that make two arenas the same layout."""
+
+    page_bytes: int
+    pages: int
+    cells: Cells = NO_CELLS
+
+    @property
+    def data_at(self) -> int:
+        """Where page 0 starts; a multiple of the page size, so that pages stay aligned."""
+        head = header_bytes(self.page_bytes)
+        return head + -(-self.cells.table_bytes // head) * head
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the whole file, at least."""
+        return self.data_at + self.page_bytes * self.pages
+
+
 class Arena:
     """A mapped arena. Views of it stay valid as long as they are kept, whatever the daemon does."""
 
-    def __init__(self, mapping: mmap.mmap, *, page_bytes: int, pages: int, epoch: int) -> None:
-        self.page_bytes, self.pages, self.epoch = page_bytes, pages, epoch
+    def __init__(self, mapping: mmap.mmap, descriptor: int, shape: Shape, epoch: int) -> None:
+        self.shape, self.epoch = shape, epoch
+        self.page_bytes, self.pages = shape.page_bytes, shape.pages
         self._view = memoryview(mapping)
         self._mapping = mapping
-        self._data = self._view[header_bytes(page_bytes) :]
+        self._data = self._view[shape.data_at :]
+        head = header_bytes(shape.page_bytes)
+        self.table = self._view[head : head + shape.cells.table_bytes]
+        """The directory's cells."""
+        self.directory = Directory(self.table, shape.cells)
+        self._descriptor = descriptor
+        self._closed = weakref.finalize(self, os.close, descriptor)
         if hasattr(mmap, "MADV_DONTFORK"):
             # a forked child could store to pages long after its parent gave them back
             mapping.madvise(mmap.MADV_DONTFORK)
 
     @property
     def live(self) -> bool:
-        """Whether the daemon that made this arena still stands behind it."""
-        return _read_header(self._view) == (LIVE, self.page_bytes, self.pages, self.epoch)
+        """Whether the daemon that made or took over this arena still stands behind it."""
+        header = _read_header(self._view)
+        return header is not None and header[:3] == (LIVE, self.shape, self.epoch)
+
+    @property
+    def number(self) -> int:
+        """A number above every generation that was given out here."""
+        number: int = _NUMBER.unpack_from(self._view, _NUMBER_OFFSET)[0]
+        return number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        _NUMBER.pack_into(self._view, _NUMBER_OFFSET, number)
+
+    def take_over(self, epoch: int) -> None:
+        """A new daemon stands behind this arena: mappings of the epoch before are over."""
+        _NUMBER.pack_into(self._view, _EPOCH_OFFSET, epoch)
+        _STATE.pack_into(self._view, _STATE_OFFSET, LIVE)
+        self.epoch = epoch
 
     def retire(self) -> None:
         """Tell everyone who maps this file that it is over."""
         _STATE.pack_into(self._view, _STATE_OFFSET, RETIRED)
+
+    def leave(self) -> None:
+        """Tell everyone that nobody stands behind this file until a daemon takes it over."""
+        _STATE.pack_into(self._view, _STATE_OFFSET, LEFT)
+
+    def hold(self, instance: bytes) -> None:
+        """Say that a process writes here under this name, until the arena is closed. OSError."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, instance))
+
+    def held_by(self, instance: bytes) -> bool:
+        """Whether a process that holds the arena under this name is there. OSError."""
+        found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, instance))
+        kind: int = struct.unpack(_FLOCK, found)[0]
+        return kind != fcntl.F_UNLCK
 
     def parts(self, extents: Sequence[Extent], size: int) -> Iterator[memoryview]:
         """The writable bytes of a block of `size` bytes, one view per extent, in order.
@@ -73,59 +149,113 @@ class Arena:
         """Unmap, unless somebody still holds a view of it (then with the last view)."""
         try:
             self._data.release()
+            self.table.release()
             self._view.release()
             self._mapping.close()
         except BufferError:
             return
+        self._closed()
 
 
-def create_arena(path: str, *, page_bytes: int, pages: int, epoch: int) -> Arena:
+def _lock(kind: int, instance: bytes) -> bytes:
+    return struct.pack(
+        _FLOCK, kind, os.SEEK_SET, _LOCKS_FROM + int.from_bytes(instance[:7], "big"), 1, 0
+    )
+
+
+def create_arena(
+    path: str,
+    *,
+    page_bytes: int,
+    pages: int,
+    epoch: int,
+    cells: Cells = NO_CELLS,
+    allocate: "Callable[[int, Shape, int], None] | None" = None,
+) -> Arena:
     """A new arena file in place of whatever is there, mode 0600, every page backed by memory.
 
     A file that is there is marked retired and unlinked, never truncated: who maps it would be
-    killed. OSError when the file system has no room for all pages.
+    killed. `allocate` backs a descriptor's bytes, given the shape and their number. OSError when
+    the file system has no room for all pages.
     """
     _retire_file(path)
+    shape = Shape(page_bytes, pages, cells)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        size = header_bytes(page_bytes) + page_bytes * pages
         step = os.fstatvfs(descriptor).f_bsize  # a huge page on hugetlbfs
-        size = -(-size // step) * step
-        try:
-            # memory is charged to who first touches it, and a store to a page that can't be had
-            # kills the process: so all of it is allocated now, and by the daemon
+        size = -(-shape.file_bytes // step) * step
+        # memory is charged to who first touches it, and a store to a page that can't be had
+        # kills the process: so all of it is allocated now, and by the daemon
+        if allocate is None:
             os.posix_fallocate(descriptor, 0, size)
-            mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
-        except OSError:
-            os.unlink(path)
-            raise
-    finally:
+        else:
+            allocate(descriptor, shape, size)
+        mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+    except BaseException:
         os.close(descriptor)
-    header = (MAGIC, LAYOUT_VERSION, LIVE, page_bytes, pages, epoch)
-    _HEADER.pack_into(mapping, 0, *header)
-    return Arena(mapping, page_bytes=page_bytes, pages=pages, epoch=epoch)
+        os.unlink(path)
+        raise
+    _HEADER.pack_into(mapping, 0, MAGIC, LAYOUT_VERSION, LIVE, *shape[:2], epoch, *cells, 0)
+    return Arena(mapping, descriptor, shape, epoch)
 
 
-def attach_arena(path: str, *, page_bytes: int, pages: int, epoch: int) -> Arena:
-    """Map the arena a daemon has announced; ArenaGone if what is there is not exactly that."""
+def attach_arena(
+    path: str, *, page_bytes: int, pages: int, epoch: int, instance: bytes = b""
+) -> Arena:
+    """Map the arena a daemon has announced; ArenaGone if what is there is not exactly that.
+
+    With an `instance`, the arena is held under that name until it is closed.
+    """
+    arena = _map(path)
+    announced = (page_bytes, pages, epoch)
+    if not arena.live or (arena.page_bytes, arena.pages, arena.epoch) != announced:
+        arena.close()
+        raise ArenaGone(f"the arena {path} is not of the daemon's epoch {epoch}")
+    try:
+        if instance:
+            arena.hold(instance)
+    except OSError as exc:
+        arena.close()
+        raise ArenaGone(f"the arena {path} cannot be locked: {exc.strerror}") from exc
+    return arena
+
+
+def reopen_arena(path: str, shape: Shape) -> Arena:
+    """Map the arena that a daemon before left, which `take_over` makes live.
+
+    ArenaGone if there is none, if it is retired or has another layout.
+    """
+    arena = _map(path)
+    header = _read_header(arena._view)
+    if arena.shape != shape or header is None or header[0] not in (LIVE, LEFT):
+        arena.close()
+        raise ArenaGone(f"the arena {path} has another layout, or is retired")
+    return arena
+
+
+def _map(path: str) -> Arena:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as exc:
         raise ArenaGone(f"the arena {path} cannot be opened: {exc.strerror}") from exc
     try:
-        need, size = header_bytes(page_bytes) + page_bytes * pages, os.fstat(descriptor).st_size
-        if size < need:
-            raise ArenaGone(f"the arena {path} has {size} bytes, not the {need} of the daemon's")
+        size = os.fstat(descriptor).st_size
+        if size < MIN_HEADER_BYTES:
+            raise ArenaGone(f"the arena {path} has {size} bytes and no header")
         mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
-    except OSError as exc:
-        raise ArenaGone(f"the arena {path} cannot be mapped: {exc.strerror}") from exc
-    finally:
+        header = _read_header(memoryview(mapping))
+        if header is None:
+            raise ArenaGone(f"the file {path} is no arena of this layout")
+        _, shape, epoch, _ = header
+        if size < shape.file_bytes:
+            raise ArenaGone(f"the arena {path} has {size} bytes, not its {shape.file_bytes}")
+    except ArenaGone:
         os.close(descriptor)
-    arena = Arena(mapping, page_bytes=page_bytes, pages=pages, epoch=epoch)
-    if not arena.live:
-        arena.close()
-        raise ArenaGone(f"the arena {path} is not of the daemon's epoch {epoch}")
-    return arena
+        raise
+    except OSError as exc:
+        os.close(descriptor)
+        raise ArenaGone(f"the arena {path} cannot be mapped: {exc.strerror}") from exc
+    return Arena(mapping, descriptor, shape, epoch)
 
 
 def epoch_of(path: str) -> int:
@@ -137,7 +267,7 @@ def epoch_of(path: str) -> int:
         return 0
     if len(header) < _HEADER.size or header[:8] != MAGIC:
         return 0
-    epoch: int = _HEADER.unpack(header)[5]
+    epoch: int = _NUMBER.unpack_from(header, _EPOCH_OFFSET)[0]
     return epoch
 
 
@@ -158,8 +288,9 @@ def _retire_file(path: str) -> None:
     os.unlink(path)
 
 
-def _read_header(view: memoryview) -> "tuple[int, int, int, int] | None":
-    magic, version, state, page_bytes, pages, epoch = _HEADER.unpack_from(view)
+def _read_header(view: memoryview) -> "tuple[int, Shape, int, int] | None":
+    magic, version, state, *shape, epoch, slots, spares, number = _HEADER.unpack_from(view)
     if magic != MAGIC or version != LAYOUT_VERSION:
         return None
-    return state, page_bytes, pages, epoch
+    page_bytes, pages = shape
+    return state, Shape(page_bytes, pages, Cells(slots, spares)), epoch, number

@@ -55,6 +55,32 @@ def copy_out(
     return CopiedOut(min(len(pinned), len(into)))
 
 
+def copy_local(
+    arena: Arena,
+    keys: Sequence[bytes],
+    into: Sequence[memoryview],
+    leaves: Leaves,
+    stop: Stop,
+) -> int:
+    """Copy leading blocks that the arena's directory lists, asking nobody; how many.
+
+    Nothing keeps a block in place meanwhile: that its entry is unchanged after the copy says that
+    its pages were its own all the time, and its tags say that the bytes are the key's. Whatever is
+    not so ends the run; the daemon knows more.
+    """
+    for position, (key, target) in enumerate(zip(keys, into, strict=False)):
+        entry = arena.directory.find(key)
+        if entry is None:
+            return position
+        try:
+            copied = copy_out(arena, [key], [entry.block], [target], leaves, stop)
+        except ValueError:  # pages outside the arena: no entry of ours
+            return position
+        if not copied.good or not arena.directory.unchanged(entry):
+            return position
+    return min(len(keys), len(into))
+
+
 def copy_in(
     arena: Arena,
     keys: Sequence[bytes],

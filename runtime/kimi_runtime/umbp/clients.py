@@ -21,8 +21,10 @@ from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
 from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, LostBlocks, pinned_payload
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.proving import Proving
 from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
+from kimi_runtime.umbp.tiers.dram import OWN_WRITER
 
 HANDSHAKE_S = 5.0
 
@@ -47,6 +49,7 @@ class Clients:
     feed: FeedLog
     second: SecondTier | None = None
     lost: LostBlocks = field(default_factory=LostBlocks)
+    proving: Proving = field(default_factory=Proving)
     refused: int = 0
     """Connections that failed the challenge or broke the protocol."""
     _connections: dict[int, "Connection"] = field(default_factory=dict)
@@ -113,6 +116,16 @@ class Clients:
         freed = self.pool.writer_gone(instance)
         if freed:
             log.info("umbp: freed %d reservations of a process that ended", freed)
+
+    def sweep(self) -> None:
+        """Free what writers hold who are not connected, not watched, and no longer hold the arena.
+
+        Those of a daemon before, as a rule: all that is known of them is their name.
+        """
+        connected = {connection.instance for connection in self._connections.values()}
+        for writer in self.pool.writers() - connected - self._watches.keys() - {OWN_WRITER}:
+            if not self.arena.held_by(writer):
+                self.process_ended(writer)
 
     def _watch(self, connection: "Connection", instance: bytes) -> None:
         self._unwatch(instance)

@@ -1,11 +1,10 @@
 """The pool's daemon: one per node, the only truth about its pages.
 
-It owns the arena file, answers engines on a Unix socket and publishes what it holds on HTTP. Every
-start makes a new arena with a new epoch: nothing of an earlier one is ever trusted.
+It owns the arena file, answers engines on a Unix socket and publishes what it holds on HTTP. A
+start takes over the arena of a daemon that ended without removing it, with a new epoch.
 """
 
 import asyncio
-import errno
 import fcntl
 import logging
 import os
@@ -15,23 +14,30 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from aiohttp import web
 
-from kimi_connect.arena import Arena, create_arena, epoch_of
+from kimi_connect.arena import Arena
+from kimi_connect.blocks import copy_in, copy_out
+from kimi_connect.wire import Grant, Granted, PinnedBlock
 from kimi_runtime import clock
 from kimi_runtime.auth import read_call_keys
-from kimi_runtime.errors import CapacityError, ConfigError, KvCorrupt
+from kimi_runtime.errors import ConfigError, KvCorrupt
 from kimi_runtime.spec.umbp import TenantTerms, UmbpSpec
+from kimi_runtime.umbp.cells import CellJournal
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.holdings import Holdings, TierHoldings
 from kimi_runtime.umbp.http import Phase, PoolHttp
+from kimi_runtime.umbp.journal import Kept, NoJournal
+from kimi_runtime.umbp.memory import open_arena, segments_of
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.retention import Retention
 from kimi_runtime.umbp.second_tier import SecondTier
+from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tenants import Accounts, Terms
-from kimi_runtime.umbp.tiers.dram import DramTier
+from kimi_runtime.umbp.tiers.dram import OWN_WRITER, DramTier
 from kimi_runtime.umbp.tiers.ssd import COST as SSD_COST
 from kimi_runtime.umbp.tiers.ssd import SsdTier, open_ssd_tier
 from kimi_runtime.units import format_bytes
@@ -68,7 +74,7 @@ async def serve(spec: UmbpSpec) -> None:
 
 @asynccontextmanager
 async def running(spec: UmbpSpec) -> AsyncIterator[Daemon]:
-    """A daemon that is ready; on the way out it retires its arena and removes its files."""
+    """A daemon that is ready; on the way out it retires or leaves its arena, as its spec says."""
     _check(spec)
     http = PoolHttp(spec.name, read_call_keys(spec.call_key), spec.feed_interval)
     for folder in {spec.socket.parent, spec.arena.parent}:
@@ -78,30 +84,53 @@ async def running(spec: UmbpSpec) -> AsyncIterator[Daemon]:
         await runner.setup()
         try:
             port = await _listen(runner, spec)
-            arena = await asyncio.to_thread(_make_arena, spec)
-            try:
-                async with _engines(spec, http, arena) as clients:
-                    yield Daemon(spec, clients, DramTier(clients.pool, arena), port)
-            finally:
-                arena.retire()
-                spec.arena.unlink(missing_ok=True)
-                arena.close()
+            memory = Memory(*await asyncio.to_thread(open_arena, spec, own_writer=OWN_WRITER))
+            with _closing(spec, memory):
+                async with _engines(spec, http, memory) as clients:
+                    yield Daemon(spec, clients, DramTier(clients.pool, memory.arena), port)
         finally:
             http.pulse.close()
             await runner.cleanup()
 
 
+class Memory(NamedTuple):
+    """An arena, who keeps account in it, and the account that was there."""
+
+    arena: Arena
+    journal: CellJournal | None
+    kept: Kept
+
+
+@contextmanager
+def _closing(spec: UmbpSpec, memory: Memory) -> Iterator[None]:
+    """What becomes of the arena. A start that fails leaves what it took over to the next."""
+    leave = spec.keep_arena
+    try:
+        yield
+    except Exception:
+        leave = leave or bool(memory.kept.blocks)
+        raise
+    finally:
+        if leave and memory.journal is not None:
+            memory.arena.leave()
+        else:
+            memory.arena.retire()
+            spec.arena.unlink(missing_ok=True)
+        memory.arena.close()
+
+
 @asynccontextmanager
-async def _engines(spec: UmbpSpec, http: PoolHttp, arena: Arena) -> AsyncIterator[Clients]:
+async def _engines(spec: UmbpSpec, http: PoolHttp, memory: Memory) -> AsyncIterator[Clients]:
     """The pool, what is behind it, its Unix socket and its clock."""
-    await _self_test(arena)
+    arena = memory.arena
     feed = FeedLog(spec.name, epoch=arena.epoch, tier="dram")
     publish = _Publisher(feed, http)
     async with AsyncExitStack() as owned:
         # bound before anything is running, so that a path in use ends the start as itself
         listener = owned.enter_context(_bound(spec.socket))
         in_memory, on_ssd = TierHoldings.pair(feed) if spec.ssd else (feed, None)
-        pool = _pool(spec, arena, in_memory, on_ssd)
+        pool = _pool(spec, memory, in_memory, on_ssd)
+        _self_test(pool, arena)
         clients = Clients(pool, arena, str(spec.arena), http.call_keys, publish, feed)
         if spec.ssd is not None and on_ssd is not None:
             http.phase = Phase.LOG
@@ -123,18 +152,24 @@ async def _answering(
     try:
         async with asyncio.TaskGroup() as tasks:
             expiry = tasks.create_task(_expire(clients, publish), name="umbp-expiry")
+            prove = clients.proving.run(
+                DramTier(clients.pool, clients.arena), clients.pool.blocks()
+            )
+            proving = tasks.create_task(prove, name="umbp-proving")
             try:
                 yield
             finally:
                 expiry.cancel()
+                proving.cancel()
     finally:
         http.clients = None
         server.close()
         clients.close()
 
 
-def _pool(spec: UmbpSpec, arena: Arena, feed: Holdings, on_ssd: Holdings | None) -> Pool:
-    """An empty pool of the arena's pages."""
+def _pool(spec: UmbpSpec, memory: Memory, feed: Holdings, on_ssd: Holdings | None) -> Pool:
+    """The pool of the arena's pages, with what was there."""
+    arena = memory.arena
 
     def seconds_per_byte(key: bytes) -> float:
         kept = on_ssd is not None and key in on_ssd
@@ -144,7 +179,7 @@ def _pool(spec: UmbpSpec, arena: Arena, feed: Holdings, on_ssd: Holdings | None)
         quota = None if granted.quota is None else granted.quota // arena.page_bytes
         return Terms(granted.weight, quota)
 
-    return Pool(
+    pool = Pool(
         *(arena.pages, arena.page_bytes, feed, spec.reservation_ttl, spec.pin_lease),
         high=spec.evict_above,
         low=spec.evict_to,
@@ -154,7 +189,18 @@ def _pool(spec: UmbpSpec, arena: Arena, feed: Holdings, on_ssd: Holdings | None)
             {name: terms(granted) for name, granted in spec.tenants.items()},
             terms(spec.tenant_default),
         ),
+        segments=segments_of(spec, arena.pages),
+        journal=memory.journal or NoJournal(),
     )
+    if memory.kept.number:
+        pool.adopt(memory.kept, clock.now_s())
+        log.info(
+            "umbp: took over %d blocks of %s, and %d reservations",
+            pool.live_blocks,
+            format_bytes(pool.live_bytes),
+            len(memory.kept.reservations),
+        )
+    return pool
 
 
 def _say_recovered(tier: SsdTier) -> None:
@@ -187,18 +233,26 @@ async def _expire(clients: Clients, publish: _Publisher) -> None:
         await asyncio.sleep(tick_s)
         pool.expire(clock.now_s())
         pool.trim(clock.now_s())
+        clients.sweep()
         publish()
 
 
-async def _self_test(arena: Arena) -> None:
-    """A block through the arena and back, before anyone else sees it."""
-    feed = FeedLog("self-test", epoch=arena.epoch, tier="dram")
-    tier = DramTier(Pool(arena.pages, arena.page_bytes, feed, 60.0, 60.0), arena)
-    size = min(arena.pages * arena.page_bytes, 3 * arena.page_bytes // 2)
+def _self_test(pool: Pool, arena: Arena) -> None:
+    """A block through free pages of the arena and back, before anyone else sees it.
+
+    An arena that was taken over full has none; it has been through this.
+    """
+    size = min(pool.free_pages * arena.page_bytes, 3 * arena.page_bytes // 2)
+    if not size:
+        return
+    key, pages = b"umbp self-test..", pool.some_free(-(-size // arena.page_bytes))
     data = memoryview((bytes(range(251)) * (size // 251 + 1))[:size])
     back = memoryview(bytearray(size))
-    key = b"umbp self-test.."
-    if await tier.store([key], data) != 1 or await tier.load([key], back) != 1 or data != back:
+    granted = [Granted(Grant.RESERVED, 0, pages)]
+    ((_, tags),) = copy_in(arena, [key], granted, [data], (), leaves, lambda: False)
+    block = PinnedBlock(0, size, tags, pages)
+    copied = copy_out(arena, [key], [block], [back], leaves, lambda: False)
+    if not copied.good or data != back:
         raise KvCorrupt("a block did not come back from a fresh arena as it went in: check memory")
 
 
@@ -218,25 +272,6 @@ def _check(spec: UmbpSpec) -> None:
             f"the socket path {spec.socket} has more than {SOCKET_PATH_BYTES} bytes, the system's "
             "limit; choose a shorter folder"
         )
-
-
-def _make_arena(spec: UmbpSpec) -> Arena:
-    path = str(spec.arena)
-    epoch = max(int(clock.unix_s() * 1e6), epoch_of(path) + 1)
-    pages = spec.dram_bytes // spec.page_bytes
-    try:
-        return create_arena(path, page_bytes=spec.page_bytes, pages=pages, epoch=epoch)
-    except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise ConfigError(f"the arena {path} can't be created: {exc.strerror}") from exc
-        there = os.statvfs(spec.arena.parent)
-        raise CapacityError(
-            f"the arena {path}",
-            need=format_bytes(spec.dram_bytes),
-            have=f"{format_bytes(there.f_bavail * there.f_frsize)} free",
-            where=str(spec.arena.parent),
-            fix="lower dram_bytes or free space there",
-        ) from exc
 
 
 @contextmanager

@@ -14,7 +14,9 @@ from kimi_runtime.umbp.records import Block, Reservation
 
 
 class Journal(Protocol):
-    """Where the account is kept."""
+    """Where the account is kept. `unlisted` counts blocks there was no space for."""
+
+    unlisted: int
 
     def reserved(self, reservation: Reservation) -> bool:
         """Pages are about to be written to. False: there is no space to note it."""
@@ -31,6 +33,8 @@ class Journal(Protocol):
 
 class NoJournal:
     """Nothing is kept."""
+
+    unlisted = 0
 
     def reserved(self, reservation: Reservation) -> bool:
         """Yes."""

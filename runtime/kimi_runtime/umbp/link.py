@@ -119,6 +119,7 @@ class Link(asyncio.Protocol):
             page_bytes=welcome.page_bytes,
             pages=welcome.pages,
             epoch=welcome.epoch,
+            instance=self._instance,
         )
         if not self.welcomed.done():
             self.welcomed.set_result(None)

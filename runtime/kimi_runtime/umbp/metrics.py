@@ -95,6 +95,11 @@ def _counters(clients: Clients) -> Iterator[Metric]:
     dropped = {"corrupt": c.corrupt, "cleared": c.cleared}
     yield _counter("dropped_blocks", "Blocks dropped otherwise.", dropped, "reason")
     yield _counter("dropped_bytes", "Bytes of blocks dropped otherwise.", c.dropped_bytes)
+    unlisted = clients.pool.journal.unlisted
+    yield _counter("unlisted_blocks", "Blocks the arena's directory has no cell for.", unlisted)
+    proving = clients.proving
+    proved = {"intact": float(proving.intact), "damaged": float(proving.damaged)}
+    yield _counter("proved_blocks", "Blocks taken over and checked since.", proved, "how")
     yield _counter("hit_blocks", "Blocks served.", lost.hit)
     yield _counter("local_hit_blocks", "Of those, taken without asking.", lost.local_hit)
     reasons = {

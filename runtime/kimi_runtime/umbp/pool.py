@@ -112,6 +112,14 @@ class Pool:
         """Everybody with a reservation in quarantine."""
         return {r.writer for r in self._reservations.values() if r.quarantined}
 
+    def some_free(self, pages: int) -> tuple[Extent, ...]:
+        """Pages that are free as of now, nobody's; ValueError if there are fewer."""
+        extents = self._pages.take(pages)
+        if extents is None:
+            raise ValueError(f"{pages} pages of {self._pages.free} that are free")
+        self._pages.give_back(extents)
+        return extents
+
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` held. Renews nothing: probes must not feed LRU."""
         return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))

@@ -65,7 +65,9 @@ async def test_health_and_readiness_need_no_signature(http):
         async with http.get(path) as response:
             assert response.status == 200
     async with http.get("/readyz") as response:
-        assert (await response.json())["free_bytes"] == 1 << 20
+        ready = await response.json()
+        assert ready["free_bytes"] == ready["total_bytes"]
+        assert 0.9 < ready["total_bytes"] / (1 << 20) <= 1.0  # its directory takes a part
 
 
 @pytest.mark.parametrize("headers", [{}, {auth.HEADER: "v1 1 00 ff"}], ids=["none", "bad"])
@@ -204,12 +206,14 @@ async def test_memory_above_the_high_watermark_is_evicted_from_beside_requests(t
     spec = pool_spec(tmp_path, evict_above=0.8, evict_to=0.5, pin_lease=0.2)
     async with running(spec) as daemon:
         client = await open_pool(spec.socket, CALL_KEY)
-        keys = keys_of(80)  # 240 of 256 pages
-        assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 80
+        total = daemon.clients.pool.total_pages
+        keys = keys_of(total // 3)
+        stored = await client.store(keys, blocks_of(keys), deadline_s=5.0)
+        assert stored == len(keys)
         async with asyncio.timeout(10):
-            while daemon.clients.pool.free_pages < 128:
+            while daemon.clients.pool.free_pages < total / 2:
                 await asyncio.sleep(0.01)
-        assert await client.held(keys) == 42
+        assert await client.held(keys) == total // 2 // 3
         await client.aclose()
 
 

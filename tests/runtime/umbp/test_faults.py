@@ -8,6 +8,7 @@ import pytest
 
 from kimi_connect import payloads
 from kimi_connect.wire import Commitment, Grant, GroupTag, Op, Outcome
+from kimi_runtime.errors import ConfigError
 from kimi_runtime.umbp import tags
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
@@ -115,7 +116,7 @@ async def test_a_writer_later_than_its_reservation_never_becomes_visible(daemon)
     granted = await reserve(link, key)
     await until(lambda: pool.reservations(quarantined=True) == 1)
     other = await connect(daemon, instance=b"o" * 16)
-    taken = [await reserve(other, k, 4096) for k in keys_of(253, 10)]
+    taken = [await reserve(other, k, 4096) for k in keys_of(pool.total_pages - 3, 10)]
     assert all(g.grant is Grant.RESERVED for g in taken)
     # the rest of the pool is given out, the three quarantined pages to nobody
     assert (await reserve(other, keys_of(1, 999)[0], 4096)).grant is Grant.FULL
@@ -240,15 +241,19 @@ async def test_cancelling_a_client_s_calls_leaves_nothing_held(daemon):
     await client.aclose()
 
 
-async def test_a_killed_daemon_costs_misses_and_a_new_one_is_used_without_a_restart(tmp_path):
+async def test_a_killed_daemon_costs_what_the_arena_lacks_and_a_new_one_is_used_without_a_restart(
+    tmp_path,
+):
     spec, keys = pool_spec(tmp_path), keys_of(20)
     first = await asyncio.to_thread(DaemonProcess, spec)
     client = await open_pool(spec.socket, CALL_KEY)
     assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 20
     into = targets(20)
     first.kill()
-    count, outcome = await client.load(keys, into, deadline_s=1.0)
-    assert (count, outcome) == (0, Outcome.UNAVAILABLE)
+    others = keys_of(3, 100)
+    assert await client.load(others, targets(3), deadline_s=1.0) == (0, Outcome.UNAVAILABLE)
+    assert await client.load(keys, into, deadline_s=1.0) == (20, Outcome.HIT)
+    assert into == blocks_of(keys)
     assert await client.store(keys, blocks_of(keys), deadline_s=1.0) == 0
     second = await asyncio.to_thread(DaemonProcess, spec)
     try:
@@ -258,7 +263,7 @@ async def test_a_killed_daemon_costs_misses_and_a_new_one_is_used_without_a_rest
                 count, outcome = await client.load(keys, into, deadline_s=1.0)
                 outcomes.add(outcome)
                 assert into[:count] == blocks_of(keys[:count])
-        assert outcomes <= {Outcome.UNAVAILABLE, Outcome.MISS}
+        assert outcomes <= {Outcome.UNAVAILABLE, Outcome.MISS, Outcome.HIT}
         assert await client.load(keys, into, deadline_s=5.0) == (20, Outcome.HIT)
         assert into == blocks_of(keys)
         assert client.connects == 2
@@ -275,11 +280,160 @@ async def test_a_stopped_daemon_is_late_not_a_hang(tmp_path):
     process._process.send_signal(signal.SIGSTOP)
     try:
         start_s = time.monotonic()
-        assert await client.load(keys, targets(2), deadline_s=0.1) == (0, Outcome.LATE)
+        others = keys_of(2, 50)
+        assert await client.load(others, targets(2), deadline_s=0.1) == (0, Outcome.LATE)
         assert time.monotonic() - start_s < 2
+        into = targets(2)
+        assert await client.load(keys, into, deadline_s=5.0) == (2, Outcome.HIT)
+        assert into == blocks_of(keys)  # what the arena lists needs no daemon
     finally:
         process.kill()
         await client.aclose()
+
+
+def listening(spec):
+    return asyncio.to_thread(DaemonProcess, spec)
+
+
+async def test_a_killed_daemon_s_memory_is_served_by_the_next(tmp_path):
+    spec, keys = pool_spec(tmp_path), keys_of(60)
+    process = await listening(spec)
+    client = await open_pool(spec.socket, CALL_KEY)
+    assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 60
+    await client.load(keys[:20], targets(20), deadline_s=5.0)
+    first = client._arena.epoch
+    process.kill()
+    async with running(spec) as daemon:
+        assert daemon.clients.arena.epoch > first
+        assert all(key in daemon.clients.feed for key in keys)
+        await until(lambda: daemon.clients.proving.intact == 60)
+        other = await open_pool(spec.socket, CALL_KEY)
+        for one in (client, other):  # who was there before, and who is new
+            into = targets(60)
+            async with asyncio.timeout(20):
+                while (await one.load(keys, into, deadline_s=5.0)) != (60, Outcome.HIT):
+                    await asyncio.sleep(0.01)
+            assert into == blocks_of(keys)
+        more = keys_of(5, 500)
+        assert await client.store(more, blocks_of(more), deadline_s=5.0) == 5
+        daemon.clients.pool.check_integrity()
+        await other.aclose()
+    assert not spec.arena.exists()
+    await client.aclose()
+
+
+async def test_what_was_damaged_while_no_daemon_ran_is_dropped_and_never_served(tmp_path):
+    spec, keys = pool_spec(tmp_path), keys_of(3)
+    process = await listening(spec)
+    client = await open_pool(spec.socket, CALL_KEY)
+    assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 3
+    process.kill()
+    page = client._arena.directory.find(keys[1]).block.extents[0]
+    next(client._arena.parts([page], 100))[50] ^= 1
+    into = targets(3)
+    assert (await client.load(keys, into, deadline_s=1.0)).blocks == 1
+    async with running(spec) as daemon:
+        await until(lambda: daemon.clients.proving.intact == 2)
+        assert (daemon.clients.proving.intact, daemon.clients.proving.damaged) == (2, 1)
+        assert [key in daemon.clients.feed for key in keys] == [True, False, True]
+        daemon.clients.pool.check_integrity()
+    await client.aclose()
+
+
+async def test_a_put_that_a_daemon_s_end_cut_is_kept_out_while_its_writer_lives(tmp_path):
+    spec, (key,) = pool_spec(tmp_path), keys_of(1)
+    process = await listening(spec)
+    args = (str(spec.socket), CALL_KEY.decode(), "hold on")
+    writer = await asyncio.to_thread(start_python, WRITER, *args)
+    try:
+        generation = int(await asyncio.to_thread(writer.stdout.readline))
+        process.kill()
+        async with running(spec) as daemon:
+            pool = daemon.clients.pool
+            assert pool.reservations(quarantined=True) == 1
+            assert pool.number >= generation
+            client = await open_pool(spec.socket, CALL_KEY)
+            await client.store([key], blocks_of([key]), deadline_s=5.0)
+            daemon.clients.sweep()
+            assert pool.reservations(quarantined=True) == 1
+            writer.kill()
+            await asyncio.to_thread(writer.communicate)
+            await until(lambda: pool.reservations(quarantined=True) == 0)  # by the daemon's clock
+            into = targets(1)
+            assert await client.load([key], into, deadline_s=5.0) == (1, Outcome.HIT)
+            assert into == blocks_of([key])
+            pool.check_integrity()
+            await client.aclose()
+    finally:
+        writer.kill()
+        await asyncio.to_thread(writer.communicate)
+
+
+async def test_a_writer_that_comes_back_to_the_next_daemon_gives_up_what_it_no_longer_writes(
+    tmp_path,
+):
+    spec, keys = pool_spec(tmp_path), keys_of(2)
+    process = await listening(spec)
+    link = await open_link(
+        *(spec.socket, CALL_KEY),
+        instance=b"r" * 16,
+        name="bare",
+        writing=frozenset(),
+        within_s=5.0,
+    )
+    one, two = [await reserve(link, key) for key in keys]
+    process.kill()
+    async with running(spec) as daemon:
+        assert daemon.clients.pool.reservations(quarantined=True) == 2
+        back = await connect(daemon, writing=frozenset({two.generation}))
+        assert daemon.clients.pool.reservations(quarantined=True) == 1
+        assert await commit(back, two.generation, keys[1]) is Commitment.EXPIRED
+        assert daemon.clients.pool.reservations(quarantined=True) == 0
+        assert one.generation < two.generation < (await reserve(back, keys[0])).generation
+        back.close()
+    link.close()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_a_stop_in_order_leaves_the_memory_if_it_is_to(tmp_path, keep):
+    spec, keys = pool_spec(tmp_path, keep_arena=keep), keys_of(6)
+    client = await open_pool(spec.socket, CALL_KEY)
+    async with running(spec):
+        await client.aclose()
+        client = await open_pool(spec.socket, CALL_KEY)
+        assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 6
+    assert spec.arena.exists() is keep
+    assert await client.load(keys, targets(6), deadline_s=1.0) == (0, Outcome.UNAVAILABLE)
+    async with running(spec) as daemon:
+        assert daemon.clients.pool.live_blocks == (6 if keep else 0)
+        daemon.clients.pool.check_integrity()
+    await client.aclose()
+
+
+async def test_memory_of_another_layout_is_not_taken_over(tmp_path):
+    spec, keys = pool_spec(tmp_path), keys_of(6)
+    process = await listening(spec)
+    client = await open_pool(spec.socket, CALL_KEY)
+    await client.store(keys, blocks_of(keys), deadline_s=5.0)
+    process.kill()
+    async with running(pool_spec(tmp_path, page_bytes=8192)) as daemon:
+        assert daemon.clients.pool.live_blocks == 0
+        assert (await client.load(keys, targets(6), deadline_s=5.0)).blocks == 0
+    await client.aclose()
+
+
+async def test_memory_on_a_numa_node_is_had_there_or_says_why_not(tmp_path):
+    spec = pool_spec(tmp_path, numa_nodes=(0,))
+    async with running(spec) as daemon:
+        client = await open_pool(spec.socket, CALL_KEY)
+        keys = keys_of(3)
+        assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 3
+        await client.aclose()
+        daemon.clients.pool.check_integrity()
+    with pytest.raises(ConfigError, match="node 977"):
+        async with running(pool_spec(tmp_path, numa_nodes=(0, 977))):
+            pass
+    assert not spec.arena.exists()
 
 
 async def test_concurrent_writers_and_readers_never_see_another_key_s_bytes(daemon):

@@ -1,5 +1,6 @@
 """The page allocator."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,33 @@ def test_neighbours_merge_on_both_sides():
     for part in (left, right, middle):
         pages.give_back(part)
     assert pages.free_runs() == {0: 30}
+
+
+def test_a_block_lies_in_one_segment_if_any_has_room_for_it_and_in_several_only_if_it_must():
+    pages = Pages(30, segments=(10, 20))
+    assert pages.take(15) == (Extent(10, 15),)
+    assert pages.take(7) == (Extent(0, 7),)
+    assert pages.take(5) == (Extent(25, 5),)
+    assert pages.take(3) == (Extent(7, 3),)
+    pages.give_back([Extent(0, 10), Extent(10, 20)])
+    assert pages.free_runs() == {0: 10, 10: 20}
+    assert pages.take(25) == (Extent(10, 20), Extent(0, 5))
+
+
+def test_scattered_pages_come_from_one_segment_if_it_has_enough():
+    pages = Pages(20, segments=(10, 10), used=[Extent(n, 1) for n in range(0, 20, 2)])
+    first = pages.take(4)
+    assert len({extent.first // 10 for extent in first}) == 1
+    assert len(pages.take(6)) == 6
+
+
+def test_pages_in_use_from_the_start_are_not_free():
+    pages = Pages(20, segments=(8, 12), used=[Extent(6, 4), Extent(0, 2)])
+    assert pages.free_runs() == {2: 4, 10: 10}
+    with pytest.raises(ValueError, match="overlap"):
+        Pages(20, used=[Extent(0, 4), Extent(3, 1)])
+    with pytest.raises(ValueError, match="segments"):
+        Pages(20, segments=(8, 8))
 
 
 @settings(max_examples=50, deadline=None)

@@ -177,9 +177,9 @@ async def test_a_prompt_longer_than_the_memory_comes_in_pieces(tmp_path):
 
 async def test_blocks_that_are_scattered_over_the_arena_go_both_ways(tmp_path):
     async with serving(tmp_path) as (daemon, client):
-        filler = keys_of(256, 1000)  # a page each; every other one is given back
-        await client.store(filler, blocks_of(filler, 4096), deadline_s=SOON_S)
         pool = daemon.clients.pool
+        filler = keys_of(pool.total_pages, 1000)  # a page each; every other one is given back
+        await client.store(filler, blocks_of(filler, 4096), deadline_s=SOON_S)
         for key in filler[::2]:
             pool._drop(pool.block(key))
         keys = keys_of(3)

@@ -1,0 +1,137 @@
+"""The arena's own directory: which block lies where, readable without asking the daemon.
+
+It is a table of 128-byte cells. A block's head cell is one of the `PROBE` slots from the one its
+key names, so a look-up reads one window and no more; what does not fit into a head goes on in spare
+cells. Only the daemon writes. Every head has a sequence number, odd while it is written and another
+one whenever it changed: who copied a block, and finds the number it began with, has copied that
+block whole. That is not relied on for what is served, since the tags bind the bytes to the key: a
+torn entry, on whatever machine, fails its tags.
+
+    cell = seq u64, kind u8, priority u8, tags u8, tenant bytes u8, extents u32, generation u64,
+           size u32, next u32 (a spare cell's number + 1; 0: none), key 16; then 80 bytes of
+           tenant, tags (size u32, tag 16) and extents (first u64, pages u32), little-endian
+
+A reservation has a head of its own, in a spare cell, with its writer's instance as its key: what a
+daemon that starts must know of the one before it.
+"""
+
+import struct
+from typing import NamedTuple
+
+from kimi_connect.wire import TAG_BYTES, Extent, GroupTag, PinnedBlock, Priority
+
+CELL_BYTES = 128
+PROBE = 16
+"""Slots a block may be in. With a fifth of the slots free, one in millions finds none."""
+
+EMPTY, BLOCK, RESERVATION, MORE = 0, 1, 2, 3
+
+HEAD = struct.Struct("<QBBBBIQII16s")
+SEQ = struct.Struct("<Q")
+BODY_BYTES = CELL_BYTES - HEAD.size
+_TAG = struct.Struct(f"<I{TAG_BYTES}s")
+_EXTENT = struct.Struct("<QI")
+_KEY_AT = 32
+_MAX_EXTENTS = 1 << 20
+
+
+class Cells(NamedTuple):
+    """How many cells an arena's directory has: slots for heads, and spares."""
+
+    slots: int = 0
+    spares: int = 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the whole table."""
+        return CELL_BYTES * (self.slots + PROBE + self.spares) if self.slots else 0
+
+    def slot(self, key: bytes) -> int:
+        """The first slot of a key's window."""
+        return int.from_bytes(key, "little") % self.slots
+
+    def spare(self, number: int) -> int:
+        """The cell that is the spare of this number."""
+        return self.slots + PROBE + number
+
+
+class Entry(NamedTuple):
+    """What a head and its spares say."""
+
+    at: int
+    """The byte at which the head begins."""
+    seq: int
+    kind: int
+    key: bytes
+    block: PinnedBlock
+    tenant: str
+    priority: Priority
+    spares: "tuple[int, ...]"
+
+
+class Directory:
+    """Reads the cells in `view`."""
+
+    def __init__(self, view: memoryview, cells: Cells) -> None:
+        self.cells = cells
+        self._view = view
+
+    def find(self, key: bytes) -> "Entry | None":
+        """The block of a key, whole; None if it is not here, or being written just now."""
+        if not self.cells.slots:
+            return None
+        start = self.cells.slot(key) * CELL_BYTES
+        window = bytes(self._view[start : start + PROBE * CELL_BYTES])
+        found = window.find(key)
+        while found >= 0 and found % CELL_BYTES != _KEY_AT:
+            found = window.find(key, found + 1)
+        if found < 0:
+            return None
+        entry = self.read(start + found - _KEY_AT)
+        return entry if entry is not None and (entry.kind, entry.key) == (BLOCK, key) else None
+
+    def unchanged(self, entry: Entry) -> bool:
+        """Whether the entry is still the one that was found, so that its pages are its own."""
+        seq: int = SEQ.unpack_from(self._view, entry.at)[0]
+        return seq == entry.seq
+
+    def read(self, at: int) -> "Entry | None":
+        """The head at byte `at`; None if it is none, torn, being written or makes no sense."""
+        cell = bytes(self._view[at : at + CELL_BYTES])
+        seq, kind, priority, tags, tenant, extents, generation, size, more, key = HEAD.unpack_from(
+            cell
+        )
+        if seq % 2 or kind not in (BLOCK, RESERVATION) or extents > _MAX_EXTENTS:
+            return None
+        need = tenant + tags * _TAG.size + extents * _EXTENT.size
+        body, spares = cell[HEAD.size :], []
+        while len(body) < need:
+            if not 0 < more <= self.cells.spares:
+                return None
+            spares.append(more - 1)
+            start = self.cells.spare(more - 1) * CELL_BYTES
+            cell = bytes(self._view[start : start + CELL_BYTES])
+            more = HEAD.unpack_from(cell)[8]
+            body += cell[HEAD.size :]
+        at_tags, at_extents = tenant, tenant + tags * _TAG.size
+        try:
+            name = body[:tenant].decode()
+            priority = Priority(priority)
+        except ValueError:
+            return None
+        block = PinnedBlock(
+            generation,
+            size,
+            tuple(GroupTag(*tag) for tag in _TAG.iter_unpack(body[at_tags:at_extents])),
+            tuple(Extent(*extent) for extent in _EXTENT.iter_unpack(body[at_extents:need])),
+        )
+        entry = Entry(at, seq, kind, key, block, name, priority, tuple(spares))
+        return entry if self.unchanged(entry) else None
+
+
+def pack_body(tenant: bytes, tags: "tuple[GroupTag, ...]", extents: "tuple[Extent, ...]") -> bytes:
+    """What follows the head; `tenant` has at most 255 bytes."""
+    parts = [tenant]
+    parts.extend(_TAG.pack(*tag) for tag in tags)
+    parts.extend(_EXTENT.pack(*extent) for extent in extents)
+    return b"".join(parts)
