@@ -115,6 +115,10 @@ class Flows:
                 self._leave(name, self._flows.pop(name))
             self._divide()
 
+    def busy(self, link: str) -> bool:
+        """Whether anything passes over the link."""
+        return link in self._on_link
+
     def seconds(
         self, links: Sequence[str], size_bytes: float, *, operations: int = 1
     ) -> Estimate | None:
@@ -129,27 +133,23 @@ class Flows:
             return Estimate(0.0)
         start_s, slowest, var = 0.0, 0.0, 0.0
         for link in links:
-            fit = self.rates.of(link, now_s=self._now_s)
-            if fit is None:
-                return None
-            latency_s, per_byte_s = fit.coefficients
-            if per_byte_s <= 0 or not math.isfinite(per_byte_s):
+            rate = self.rates.of(link, now_s=self._now_s)
+            if rate is None:
                 return None
             work = size_bytes + self._behind(link, size_bytes)
-            start_s += latency_s * operations
-            if work * per_byte_s > slowest:
-                slowest = work * per_byte_s
-                relative = fit.noise_var + fit.covariance[1][1] / per_byte_s**2
-                var = relative * slowest * slowest
+            start_s += rate.start_s * operations
+            if work * rate.per_byte_s > slowest:
+                slowest = work * rate.per_byte_s
+                var = rate.relative_var * slowest * slowest
         return Estimate(start_s + slowest, var)
 
     def delay_s(self, links: Sequence[str], size_bytes: float) -> float:
         """Seconds that the flows on these links would lose together to a new one."""
         total = 0.0
         for link in links:
-            fit = self.rates.of(link, now_s=self._now_s)
-            if fit is not None and link in self._on_link:
-                total += self._behind(link, size_bytes) * fit.coefficients[1]
+            rate = self.rates.of(link, now_s=self._now_s) if link in self._on_link else None
+            if rate is not None:
+                total += self._behind(link, size_bytes) * rate.per_byte_s
         return total
 
     def _behind(self, link: str, size_bytes: float) -> float:
@@ -186,9 +186,8 @@ class Flows:
         for links in routes:
             for link in links:
                 if link not in capacities:
-                    fit = self.rates.of(link, now_s=self._now_s)
-                    per_byte_s = 0.0 if fit is None else fit.coefficients[1]
-                    capacities[link] = 1 / per_byte_s if per_byte_s > 0 else 0.0
+                    rate = self.rates.of(link, now_s=self._now_s)
+                    capacities[link] = 0.0 if rate is None else 1 / rate.per_byte_s
         return capacities
 
     def _leave(self, name: str, flow: Flow) -> None:

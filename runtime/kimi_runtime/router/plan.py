@@ -48,6 +48,9 @@ Terms = Mapping[str, float]
 
 Pricing = Callable[[RequestView, WorkerView, Leg], Terms]
 
+Pick = Callable[[RequestView, Sequence[WorkerView], Leg], tuple[WorkerView, Terms]]
+"""Who of several (never none) does a leg, and its price."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -125,35 +128,59 @@ def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) ->
     role. Raises Unavailable with each worker's obstacle when nobody is left, NobodyNow if that may
     pass.
     """
+
+    def lowest(
+        asked: RequestView, able: Sequence[WorkerView], leg: Leg
+    ) -> tuple[WorkerView, Terms]:
+        return _pick(asked, able, price, leg)
+
+    return assembled(request, workers, lowest)
+
+
+def assembled(request: RequestView, workers: Sequence[WorkerView], pick: Pick) -> Plan:
+    """Like `best`, with whom `pick` picks for each leg; of several plans the cheapest."""
     able = [worker for worker in workers if obstacle(request, worker) is None]
-    plans = [*_pairs(request, able, price), *_alone(request, able, price, planned=True)]
+    plans = [*_pairs(request, able, pick), *_alone(request, able, pick, planned=True)]
     if not plans:
-        plans = list(_alone(request, able, price, planned=False))
+        plans = list(_alone(request, able, pick, planned=False))
     if not plans:
-        passing = not workers or any(_misfit(request, worker) is None for worker in workers)
-        kind = NobodyNow if passing else Unavailable
-        raise kind(f"no worker can serve this request now: {_why(request, workers)}")
+        raise nobody(request, workers)
     return _cheapest(request, [_Priced(p, p.workers, sum(p.terms.values())) for p in plans])
 
 
-def _pairs(request: RequestView, able: Sequence[WorkerView], price: Pricing) -> Iterable[Plan]:
-    kinds = dict.fromkeys(kind for worker in able for kind in _kinds(worker))
-    for kind in kinds:
-        same = [worker for worker in able if kind in _kinds(worker)]
-        prefills = [worker for worker in same if worker.role is Role.PREFILL]
-        decodes = [worker for worker in same if worker.role is Role.DECODE]
+def nobody(request: RequestView, workers: Sequence[WorkerView]) -> Unavailable:
+    """The error for a request that no worker can serve; NobodyNow if that may pass."""
+    passing = not workers or any(_misfit(request, worker) is None for worker in workers)
+    kind = NobodyNow if passing else Unavailable
+    return kind(f"no worker can serve this request now: {_why(request, workers)}")
+
+
+def pairings(able: Sequence[WorkerView]) -> Iterable[tuple[list[WorkerView], list[WorkerView]]]:
+    """Prefill workers and the decode workers that they can hand KV over to; both are many."""
+    groups: dict[tuple[str, str, str], tuple[list[WorkerView], list[WorkerView]]] = {}
+    for worker in able:
+        if worker.role is not Role.BOTH:
+            for kind in _kinds(worker):
+                prefills, decodes = groups.setdefault(kind, ([], []))
+                (prefills if worker.role is Role.PREFILL else decodes).append(worker)
+    for prefills, decodes in groups.values():
         if prefills and decodes:
-            first, first_terms = _pick(request, prefills, price, Leg.PREFILL)
-            second, second_terms = _pick(request, decodes, price, Leg.DECODE)
-            terms = {f"prefill.{name}": tokens for name, tokens in first_terms.items()}
-            terms |= {f"decode.{name}": tokens for name, tokens in second_terms.items()}
-            yield Plan(
-                mode=Mode.PD,
-                prefill=first.name,
-                decode=second.name,
-                terms=terms,
-                considered=len(prefills) * len(decodes),
-            )
+            yield prefills, decodes
+
+
+def _pairs(request: RequestView, able: Sequence[WorkerView], pick: Pick) -> Iterable[Plan]:
+    for prefills, decodes in pairings(able):
+        first, first_terms = pick(request, prefills, Leg.PREFILL)
+        second, second_terms = pick(request, decodes, Leg.DECODE)
+        terms = {f"prefill.{name}": price for name, price in first_terms.items()}
+        terms |= {f"decode.{name}": price for name, price in second_terms.items()}
+        yield Plan(
+            mode=Mode.PD,
+            prefill=first.name,
+            decode=second.name,
+            terms=terms,
+            considered=len(prefills) * len(decodes),
+        )
 
 
 def _kinds(worker: WorkerView) -> list[tuple[str, str, str]]:
@@ -162,20 +189,19 @@ def _kinds(worker: WorkerView) -> list[tuple[str, str, str]]:
 
 
 def _alone(
-    request: RequestView, able: Sequence[WorkerView], price: Pricing, *, planned: bool
+    request: RequestView, able: Sequence[WorkerView], pick: Pick, *, planned: bool
 ) -> Iterable[Plan]:
     if planned:
         whole = [worker for worker in able if worker.role is Role.BOTH]
     else:
         whole = [worker for worker in able if Role.BOTH in worker.roles]
     if whole:
-        chosen, priced = _pick(request, whole, price, Leg.WHOLE)
-        terms = {f"whole.{name}": tokens for name, tokens in priced.items()}
+        chosen, priced = pick(request, whole, Leg.WHOLE)
         yield Plan(
             mode=Mode.EXTEND,
             prefill=None,
             decode=chosen.name,
-            terms=terms,
+            terms={f"whole.{name}": price for name, price in priced.items()},
             considered=len(whole),
         )
 

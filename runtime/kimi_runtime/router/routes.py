@@ -11,6 +11,8 @@ from kimi_runtime.router.estimate.rates import LinkRates
 from kimi_runtime.router.view import KvSource, WorkerView
 from kimi_runtime.spec.hardware import LinkSpec, NodeSpec
 
+MAX_ROUTES = 65_536
+
 
 class Routes:
     """The routes of a deployment whose workers run on nodes of one kind."""
@@ -28,12 +30,22 @@ class Routes:
             "pool": node.host_link,
         }
         self._known: set[str] = set()
+        self._routes: dict[tuple[str, str, str, str, str], tuple[str, ...]] = {}
 
     def to_worker(self, source: KvSource, worker: WorkerView) -> tuple[str, ...]:
         """From a source's memory into the worker's.
 
         Without nodes nobody knows what lies between; it is then one link of the worker's own.
         """
+        key = (source.name, source.node, source.tier, worker.name, worker.node)
+        route = self._routes.get(key)
+        if route is None:
+            if len(self._routes) >= MAX_ROUTES:
+                self._routes.clear()
+            route = self._routes[key] = self._to_worker(source, worker)
+        return route
+
+    def _to_worker(self, source: KvSource, worker: WorkerView) -> tuple[str, ...]:
         if source.name == worker.name:
             return ()
         local = bool(source.node) and source.node == worker.node
@@ -54,8 +66,13 @@ class Routes:
             return self._have((prefill.name, "peer"), (decode.name, "peer"))
         return self._have((prefill.name, "out"), (decode.name, "in"))
 
+    def inbound(self, worker: WorkerView) -> tuple[str, ...]:
+        """The last part of every route into the worker from another node."""
+        return self._have((worker.name, "in"))
+
     def forget(self, owners: Iterable[str]) -> None:
         """Workers or nodes are gone."""
+        self._routes.clear()
         for owner in owners:
             for kind in self._kinds:
                 link = f"{owner}/{kind}"

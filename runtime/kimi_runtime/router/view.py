@@ -76,7 +76,7 @@ class WorkerView:
     utilisation: float | None = None
     """Share of its time that recent prefills took."""
     unused_blocks: int | None = None
-    """Of `free_blocks`, those that hold nothing; None: unknown, so all of them may."""
+    """Of `free_blocks`, those that hold nothing; None: unknown, so none is counted on."""
     space_price_s: float = 0.0
     """Seconds that taking one block which holds something costs others (`estimate.price`)."""
     checkpoints: tuple[int, ...] | None = None
@@ -117,3 +117,7 @@ class RequestView:
     """The front of the prompt that other sessions have too."""
     shared_per_s: float = 0.0
     """Requests per second that start with it."""
+    shared_holders: int = 0
+    """Workers that hold it."""
+    shared_busy: float = 0.0
+    """Share of their time that those are busy: what they could not serve at once."""

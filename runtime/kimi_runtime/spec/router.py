@@ -44,7 +44,48 @@ class LongestPrefix(SpecModel):
     )
 
 
-PolicySpec = Annotated[LeastLoad | LongestPrefix, Field(discriminator="kind")]
+class Cost(SpecModel):
+    """Who can serve it fastest: every plan's cost in seconds, to this request and to others.
+
+    `model`, `gpu` and `tensor` name the speeds to start from; what is measured replaces them.
+    Weights are exchange rates between seconds of different people or kinds, not units.
+    """
+
+    kind: Literal["cost"] = "cost"
+    model: str = "kimi-nano"
+    gpu: str = "cpu"
+    tensor: PositiveInt = 1
+    stream_weight: Annotated[float, Ge(0)] = Field(
+        0.2, description="What a second of streaming costs next to one before the first token."
+    )
+    others_weight: Annotated[float, Ge(0)] = Field(
+        1.0, description="What a second of somebody else costs next to one of this request."
+    )
+    interactive_quantile: Annotated[float, Field(ge=0.5, lt=1)] = Field(
+        0.8, description="Plans are compared by this quantile of their cost; 0.5 ignores risk."
+    )
+    background_quantile: Annotated[float, Field(ge=0.5, lt=1)] = 0.5
+    tie: Annotated[Seconds, Gt(0)] = Field(
+        0.002, description="Costs closer than this, or than `tie_share`, are equal."
+    )
+    tie_share: Annotated[float, Gt(0)] = 0.03
+    move_share: Annotated[float, Ge(0)] = Field(
+        0.1, description="A session leaves its owner only for this share of the copy's time more."
+    )
+    move_again: Seconds = Field(
+        30.0, description="For this long after a move, moving again costs up to 2 s more."
+    )
+    replication_horizon: Seconds = Field(
+        60.0, description="How far ahead a copy of a shared prefix is expected to pay."
+    )
+    first_token_target: Annotated[Seconds, Gt(0)] | None = Field(
+        None,
+        description="A session start that would wait longer is refused with a computed "
+        "Retry-After; none: everybody waits.",
+    )
+
+
+PolicySpec = Annotated[LeastLoad | LongestPrefix | Cost, Field(discriminator="kind")]
 
 
 class FleetSpec(SpecModel):

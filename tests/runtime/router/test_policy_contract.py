@@ -11,10 +11,10 @@ from kimi_runtime.errors import Unavailable
 from kimi_runtime.router.plan import Mode
 from kimi_runtime.router.policies import open_policy
 from kimi_runtime.router.view import RequestView, WorkerView
-from kimi_runtime.spec.router import LeastLoad, LongestPrefix
+from kimi_runtime.spec.router import Cost, LeastLoad, LongestPrefix
 from kimi_runtime.spec.worker import Role
 
-POLICIES = [LeastLoad(), LongestPrefix()]
+POLICIES = [LeastLoad(), LongestPrefix(), Cost()]
 IDLE = WorkerView(
     name="w0",
     role=Role.BOTH,
@@ -114,7 +114,7 @@ def test_a_pair_is_of_one_revision_and_layout_and_of_the_right_roles(spec, worke
         plan = open_policy(spec).choose(request_view, workers, now_s=0.0)
     except Unavailable:
         return
-    if plan.mode is Mode.EXTEND:
+    if plan.mode is not Mode.PD:
         assert plan.prefill is None
         worker = by_name[plan.decode]
         assert Role.BOTH in worker.roles or worker.role is Role.BOTH
@@ -147,7 +147,7 @@ def test_leaving_out_a_worker_that_is_not_chosen_changes_nothing(spec, workers, 
     planned = {w.role for w in workers if w.name in plan.workers}
     for left_out in [worker for worker in workers if worker.name not in plan.workers]:
         rest = [worker for worker in workers if worker is not left_out]
-        if plan.mode is Mode.EXTEND and planned != {Role.BOTH}:
+        if plan.mode is not Mode.PD and planned != {Role.BOTH}:
             continue  # a fallback: whoever is left may be needed for it to be one
         assert policy.choose(request_view, rest, now_s=0.0).workers == plan.workers
 
@@ -194,10 +194,18 @@ def test_equal_workers_keep_the_last_owner(policy):
 
 
 def test_the_plan_carries_the_terms_of_its_price(policy):
-    plan = policy.choose(CHAT, fleet(2, queued_tokens=300, running=2), now_s=0.0)
-    assert plan.terms["whole.queued"] == 300
-    assert plan.terms["whole.requests"] == 128
-    assert plan.considered == 2
+    idle = policy.choose(CHAT, fleet(2), now_s=0.0)
+    busy = policy.choose(CHAT, fleet(2, queued_tokens=300, running=2), now_s=0.0)
+    assert idle.considered == busy.considered == 2
+    assert idle.terms.keys() == busy.terms.keys()
+    assert sum(busy.terms.values()) > sum(idle.terms.values())
+
+
+def test_queues_are_priced_in_tokens_of_prefill():
+    for spec in (LeastLoad(), LongestPrefix()):
+        plan = open_policy(spec).choose(CHAT, fleet(2, queued_tokens=300, running=2), now_s=0.0)
+        assert plan.terms["whole.queued"] == 300
+        assert plan.terms["whole.requests"] == 128
 
 
 def test_without_prefill_workers_a_capable_decode_worker_serves_alone(policy):

@@ -2,10 +2,12 @@
 
 A transfer that shared its link with others is counted as if it had moved their bytes too, so that a
 busy link does not look like a slow one. What is known fades to the data sheet within a minute: a
-link that nobody used says nothing about now.
+link that nobody used says nothing about now. No link is taken to be faster than its data sheet.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kimi_runtime.router.estimate.regression import Fit, Regression
 from kimi_runtime.spec.hardware import LinkSpec
@@ -17,29 +19,58 @@ SHEET_SHARE = 0.7
 RELATIVE_SD = 0.5
 
 
+class LinkRate(NamedTuple):
+    """A link now; `relative_var` is of the seconds a transfer takes."""
+
+    start_s: float
+    per_byte_s: float
+    relative_var: float
+
+
+@dataclass(slots=True)
+class _Known:
+    sheet_per_byte_s: float
+    learned: Regression
+    fit: Fit | None = None
+    rate: LinkRate | None = None
+
+
 class LinkRates:
     """Rates by link name. `of` a link nobody registered is None: it cannot be used."""
 
     def __init__(self, *, max_links: int = MAX_LINKS) -> None:
         self._max_links = max_links
-        self._links: OrderedDict[str, Regression] = OrderedDict()
+        self._links: OrderedDict[str, _Known] = OrderedDict()
+        self.least_per_byte_s = 0.0
+        """Of the fastest link there ever was, by data sheet."""
 
     def expect(self, link: str, spec: LinkSpec) -> None:
         """The link exists and is of this kind; what was learned of it stays."""
-        if link not in self._links:
-            seconds_per_byte = 1 / (SHEET_SHARE * spec.rate)
-            self._links[link] = Regression(
-                (max(spec.latency, 1e-9), seconds_per_byte),
-                relative_sd=RELATIVE_SD,
-                age_out_s=AGE_OUT_S,
-            )
-            if len(self._links) > self._max_links:
-                self._links.popitem(last=False)
+        if link in self._links:
+            return
+        sheet_s = 1 / spec.rate
+        learned = Regression(
+            (max(spec.latency, 1e-9), sheet_s / SHEET_SHARE),
+            relative_sd=RELATIVE_SD,
+            age_out_s=AGE_OUT_S,
+        )
+        self._links[link] = _Known(sheet_s, learned)
+        self.least_per_byte_s = min(self.least_per_byte_s or sheet_s, sheet_s)
+        if len(self._links) > self._max_links:
+            self._links.popitem(last=False)
 
-    def of(self, link: str, *, now_s: float) -> Fit | None:
-        """Coefficients (seconds at the start, seconds per byte) with their covariance."""
+    def of(self, link: str, *, now_s: float) -> LinkRate | None:
+        """The link's rate now."""
         known = self._links.get(link)
-        return None if known is None else known.fit(now_s=now_s)
+        if known is None:
+            return None
+        fit = known.learned.fit(now_s=now_s)
+        if fit is not known.fit:
+            start_s, per_byte_s = fit.coefficients
+            per_byte_s = max(per_byte_s, known.sheet_per_byte_s)
+            var = fit.noise_var + fit.covariance[1][1] / per_byte_s**2
+            known.fit, known.rate = fit, LinkRate(start_s, per_byte_s, var)
+        return known.rate
 
     def observe(
         self, link: str, size_bytes: int, seconds: float, *, sharing: float, now_s: float
@@ -48,7 +79,7 @@ class LinkRates:
         known = self._links.get(link)
         if known is None or size_bytes <= 0:
             return False
-        return known.observe((1.0, size_bytes * max(sharing, 1.0)), seconds, now_s=now_s)
+        return known.learned.observe((1.0, size_bytes * max(sharing, 1.0)), seconds, now_s=now_s)
 
     def forget(self, link: str) -> None:
         """The link is gone."""

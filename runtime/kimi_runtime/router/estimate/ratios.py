@@ -11,30 +11,29 @@ from kimi_runtime.router.estimate.moments import Estimate
 
 MAX_PAIRS = 65_536
 PRIOR_COUNT = 20.0
-PRIOR_RATIO = 0.98
+PRIOR_RATIO = 0.995
 RATE = 0.03
 ALARM_RATIO = 0.9
 ALARM_COUNT = 30.0
+_PRIOR = (PRIOR_RATIO, PRIOR_COUNT)
 
 
 class HitRatios:
-    """Realised over predicted tokens, between 0 and 1."""
+    """Realised over predicted tokens, between 0 and 1. What is missing is missing at the end."""
 
     def __init__(self, *, max_pairs: int = MAX_PAIRS) -> None:
         self._max_pairs = max_pairs
         self._known: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
 
-    def ratio(self, worker: str, tier: str) -> Estimate:
-        """The share of predicted tokens that will be there, and its variance for one request."""
-        mean, _ = self._known.get((worker, tier), (PRIOR_RATIO, PRIOR_COUNT))
-        # a prefix is there or it is not: the variance of a hit, not that of a mean
-        return Estimate(mean, mean * (1 - mean))
+    def ratio(self, worker: str, tier: str) -> float:
+        """The share of predicted tokens that will be there, on average."""
+        return self._known.get((worker, tier), _PRIOR)[0]
 
     def observe(self, worker: str, tier: str, *, predicted: int, found: int) -> None:
         """Of `predicted` tokens `found` were there; more than predicted counts as all."""
         if predicted <= 0:
             return
-        mean, count = self._known.get((worker, tier), (PRIOR_RATIO, PRIOR_COUNT))
+        mean, count = self._known.get((worker, tier), _PRIOR)
         share = min(max(found / predicted, 0.0), 1.0)
         count += 1
         mean += max(1 / count, RATE) * (share - mean)

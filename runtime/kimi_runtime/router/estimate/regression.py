@@ -28,8 +28,8 @@ NOISE_COUNT = 10.0
 LEAST_RATE = 0.02
 FARTHEST = 16.0
 """A measurement beyond this many times the prior, either way, counts as this many."""
-RESOLVE_S = 1.0
-"""How old a solution may be before what has faded since is taken into account."""
+RESOLVE_SHARE = 0.05
+"""Of `age_out_s`: how old a solution may be before what has faded since is taken into account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,14 @@ class Regression:
         self._noise_var, self._noise_count = self.noise_sd**2, NOISE_COUNT
 
     def fit(self, *, now_s: float) -> Fit:
-        """The solution now, at most a second old. A clock that jumps back changes nothing."""
-        if self._fit is None or abs(now_s - self._solved_at_s) > RESOLVE_S:
-            self._fade(now_s)
-            self._fit, self._solved_at_s = self._solve(), now_s
+        """The solution now, or a little ago. A clock that jumps back changes nothing."""
+        fit = self._fit
+        if fit is not None and (
+            not self.observations or now_s - self._solved_at_s < RESOLVE_SHARE * self.age_out_s
+        ):
+            return fit
+        self._fade(now_s)
+        self._fit, self._solved_at_s = self._solve(), now_s
         return self._fit
 
     def observe(self, x: Sequence[float], seconds: float, *, now_s: float) -> bool:

@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from kimi_runtime.router.policies.base import Policy
-from kimi_runtime.spec.router import LeastLoad, LongestPrefix, PolicySpec
+from kimi_runtime.spec.router import Cost, LeastLoad, LongestPrefix, PolicySpec
 
 
 def open_policy(spec: PolicySpec) -> Policy:
@@ -20,5 +20,9 @@ def open_policy(spec: PolicySpec) -> Policy:
                 queued_token_weight=spec.queued_token_weight,
                 running_token_weight=spec.running_token_weight,
             )
+        case Cost():
+            from kimi_runtime.router.policies.cost import CostPolicy
+
+            return CostPolicy(spec)
         case _:
             assert_never(spec)

@@ -14,5 +14,6 @@ class Policy(Protocol):
         """The plan for this request, with the terms of its price.
 
         Never uses a worker that is not ready or is draining, never pairs workers of different
-        revisions or layouts. Raises Unavailable when nobody can serve it.
+        revisions or layouts. Raises Unavailable when nobody can serve it, and Overloaded for the
+        start of a session that it would rather have later.
         """
