@@ -102,10 +102,11 @@ class Heard:
 class News:
     """Of what the routers say, what a pass would decide by: another one is a reason to make one."""
 
-    idle_drains: frozenset[str]
-    asked_at_zero: bool
-    silent: frozenset[str]
-    speaking: bool
+    idle_drains: frozenset[str] = frozenset()
+    asked_at_zero: bool = False
+    silent: frozenset[str] = frozenset()
+    speaking: bool = False
+    """Whether the planner has signals; False where none counts by them."""
 
 
 def news_of(heard: Heard, children: Mapping[ObjectKey, Manifest]) -> News:
@@ -119,7 +120,7 @@ def news_of(heard: Heard, children: Mapping[ObjectKey, Manifest]) -> News:
         idle_drains=frozenset(idle),
         asked_at_zero=waiting and not has_instances(children),
         silent=heard.silent() & worker_pods(children),
-        speaking=any(answer.age_s <= LOADS_FOR_S for answer in heard.answers),
+        speaking=is_scaled(children) and any(a.age_s <= LOADS_FOR_S for a in heard.answers),
     )
 
 

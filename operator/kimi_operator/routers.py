@@ -57,7 +57,7 @@ class _Deployment:
     """Those that went, and when that was found."""
     due_s: float = 0.0
     asking: bool = False
-    news: News | None = None
+    news: News = field(default_factory=News)
 
 
 class Routers:

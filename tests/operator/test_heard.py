@@ -68,24 +68,30 @@ def test_silent_is_who_no_router_has_heard():
 @pytest.mark.parametrize(
     ("heard", "there", "news"),
     [
-        (Heard(), children(), News(frozenset(), False, frozenset(), False)),
+        (Heard(), children(), News()),
+        (Heard((said(),)), children(thing("StatefulSet")), News()),
+        (
+            Heard((said(),)),
+            children(thing("StatefulSet"), thing("KimiWorkers")),
+            News(speaking=True),
+        ),
         (
             Heard((said(worker("d", in_flight=0)),)),
             children(pod("d", draining=True), thing("StatefulSet")),
-            News(frozenset({"d"}), False, frozenset(), True),
+            News(idle_drains=frozenset({"d"})),
         ),
         (
             Heard((said(parked_requests=1, oldest_parked_s=1.0),)),
             children(thing("KimiWorkers")),
-            News(frozenset(), True, frozenset(), True),
+            News(asked_at_zero=True, speaking=True),
         ),
         (
             Heard((said(worker("w", silent_s=60.0, in_flight=None)),)),
             children(pod("w"), thing("StatefulSet")),
-            News(frozenset(), False, frozenset({"w"}), True),
+            News(silent=frozenset({"w"})),
         ),
     ],
-    ids=["nothing", "a drain is idle", "asked at zero", "a worker is silent"],
+    ids=["nothing", "static", "scaled", "a drain is idle", "asked at zero", "a worker is silent"],
 )
 def test_news_is_what_a_pass_would_decide_by(heard, there, news):
     assert news_of(heard, there) == news

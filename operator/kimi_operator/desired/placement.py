@@ -29,6 +29,9 @@ Term = dict[str, Any]
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
+NODE_TROUBLES = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+LEAVES_S = 20
+
 
 def place(spec: DeploymentSpec, role: Role) -> Manifest:
     """Pod spec fields that place a role's pods."""
@@ -47,10 +50,18 @@ def place_router(spec: DeploymentSpec, selector: Mapping[str, str]) -> Manifest:
     """Pod spec fields that place the router's pods: on different hosts where there are some.
 
     Where it reads the vocabulary from a folder of the node, and the user places it nowhere else, it
-    goes where engines go, which have that folder.
+    goes where engines go, which have that folder. It leaves a node that does not answer soon: it
+    holds nothing that another one lacks, and the front door should not stay shut for the five
+    minutes that are Kubernetes' default.
     """
     placement = spec.router.placement
     fields = _plain(placement)
+    own = fields.setdefault("tolerations", [])
+    own += [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LEAVES_S}
+        for key in NODE_TROUBLES
+        if all(one.get("key") != key for one in own)
+    ]
     affinity: Manifest = {
         "podAntiAffinity": {_PREFERRED: [{"weight": 100, "podAffinityTerm": _pods(HOST, selector)}]}
     }
@@ -58,10 +69,7 @@ def place_router(spec: DeploymentSpec, selector: Mapping[str, str]) -> Manifest:
     if spec.model.source == "hostPath" and free:
         beside = place_pool(spec, [role for _, role in spec.roles()])
         affinity |= beside.get("affinity", {})
-        own = fields.get("tolerations", [])
-        more = [one for one in beside.get("tolerations", []) if one not in own]
-        if own or more:
-            fields["tolerations"] = [*own, *more]
+        own += [one for one in beside.get("tolerations", []) if one not in own]
     fields["affinity"] = affinity | dict(placement.affinity or {})
     return fields
 
