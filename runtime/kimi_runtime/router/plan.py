@@ -129,12 +129,12 @@ def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) ->
     pass.
     """
 
-    def lowest(
+    def cheapest(
         asked: RequestView, able: Sequence[WorkerView], leg: Leg
     ) -> tuple[WorkerView, Terms]:
         return _pick(asked, able, price, leg)
 
-    return assembled(request, workers, lowest)
+    return assembled(request, workers, cheapest)
 
 
 def assembled(request: RequestView, workers: Sequence[WorkerView], pick: Pick) -> Plan:
@@ -166,6 +166,13 @@ def pairings(able: Sequence[WorkerView]) -> Iterable[tuple[list[WorkerView], lis
     for prefills, decodes in groups.values():
         if prefills and decodes:
             yield prefills, decodes
+
+
+def lowest(
+    request: RequestView, workers: Sequence[WorkerView], score: Callable[[WorkerView], float]
+) -> WorkerView:
+    """The worker with the lowest score; equal ones by rendezvous, whoever owned the session."""
+    return min(workers, key=lambda one: (score(one), _rendezvous(request, (one.name,))))
 
 
 def _pairs(request: RequestView, able: Sequence[WorkerView], pick: Pick) -> Iterable[Plan]:

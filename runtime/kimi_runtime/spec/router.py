@@ -85,7 +85,58 @@ class Cost(SpecModel):
     )
 
 
-PolicySpec = Annotated[LeastLoad | LongestPrefix | Cost, Field(discriminator="kind")]
+class RoundRobin(SpecModel):
+    """Each in turn. A baseline."""
+
+    kind: Literal["round_robin"] = "round_robin"
+
+
+class PowerOfTwo(SpecModel):
+    """The less loaded of two drawn at random. A baseline."""
+
+    kind: Literal["power_of_two"] = "power_of_two"
+
+
+class CacheAware(SpecModel):
+    """SGLang's router: the best match, unless the load is out of balance. A baseline."""
+
+    kind: Literal["cache_aware"] = "cache_aware"
+    match_threshold: Annotated[float, Field(ge=0, le=1)] = 0.3
+    imbalance_requests: NonNegativeInt = 64
+    imbalance_ratio: Annotated[float, Ge(1)] = 1.5
+
+
+class DynamoCost(SpecModel):
+    """Dynamo's linear cost in blocks. A baseline; the defaults are Dynamo's."""
+
+    kind: Literal["dynamo"] = "dynamo"
+    overlap_credit: Annotated[float, Ge(0)] = 1.0
+    host_credit: Annotated[float, Ge(0)] = 0.75
+    prefill_load_scale: Annotated[float, Ge(0)] = 1.0
+    active_request_weight: Annotated[float, Ge(0)] = 0.0
+
+
+class LlmdFilter(SpecModel):
+    """llm-d: holders unless they are far slower, then token load. A baseline."""
+
+    kind: Literal["llm_d"] = "llm_d"
+    match_threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
+    excess: Annotated[Seconds, Gt(0)] = 18.0
+    tokens_per_s: Annotated[float, Gt(0)] = 15_928.0
+    token_limit: PositiveInt = 4 * 2**20
+
+
+class InferaCost(SpecModel):
+    """Infera's cost in blocks with a decaying memory of its own picks. A baseline."""
+
+    kind: Literal["infera"] = "infera"
+    prefill_weight: Annotated[float, Ge(0)] = 20.0
+    decode_weight: Annotated[float, Ge(0)] = 2.0
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.97
+
+
+Baseline = RoundRobin | PowerOfTwo | CacheAware | DynamoCost | LlmdFilter | InferaCost
+PolicySpec = Annotated[LeastLoad | LongestPrefix | Cost | Baseline, Field(discriminator="kind")]
 
 
 class FleetSpec(SpecModel):

@@ -1,4 +1,4 @@
-"""What every policy promises, and what the two here prefer."""
+"""What every policy promises, and what each of them prefers."""
 
 import dataclasses
 from collections import Counter
@@ -11,10 +11,29 @@ from kimi_runtime.errors import Unavailable
 from kimi_runtime.router.plan import Mode
 from kimi_runtime.router.policies import open_policy
 from kimi_runtime.router.view import RequestView, WorkerView
-from kimi_runtime.spec.router import Cost, LeastLoad, LongestPrefix
+from kimi_runtime.spec.router import (
+    CacheAware,
+    Cost,
+    DynamoCost,
+    InferaCost,
+    LeastLoad,
+    LlmdFilter,
+    LongestPrefix,
+    PowerOfTwo,
+    RoundRobin,
+)
 from kimi_runtime.spec.worker import Role
 
-POLICIES = [LeastLoad(), LongestPrefix(), Cost()]
+OURS = [LeastLoad(), LongestPrefix(), Cost()]
+BASELINES = [
+    RoundRobin(),
+    PowerOfTwo(),
+    CacheAware(),
+    DynamoCost(),
+    LlmdFilter(),
+    InferaCost(),
+]
+POLICIES = OURS + BASELINES
 IDLE = WorkerView(
     name="w0",
     role=Role.BOTH,
@@ -84,10 +103,20 @@ def policy(request):
     return open_policy(request.param)
 
 
-def policy_property(test):
+def policy_property(test, policies=POLICIES):
     """Run a property for every policy; fixtures and hypothesis do not mix."""
-    bounded = settings(max_examples=60, deadline=None)(given(workers_of_any_kind, requests)(test))
-    return pytest.mark.parametrize("spec", POLICIES, ids=lambda spec: spec.kind)(bounded)
+    bounded = settings(max_examples=50, deadline=None)(given(workers_of_any_kind, requests)(test))
+    return pytest.mark.parametrize("spec", policies, ids=lambda spec: spec.kind)(bounded)
+
+
+def property_of_ours(test):
+    """Of our policies only: modes that depend on the whole fleet, or memory, break it."""
+    return policy_property(test, OURS)
+
+
+def ours(test):
+    """For tests of what our policies promise beyond the contract."""
+    return pytest.mark.parametrize("policy", OURS, indirect=True, ids=lambda spec: spec.kind)(test)
 
 
 @policy_property
@@ -127,17 +156,17 @@ def test_a_pair_is_of_one_revision_and_layout_and_of_the_right_roles(spec, worke
 
 @policy_property
 def test_the_order_of_workers_does_not_matter(spec, workers, request_view):
-    policy = open_policy(spec)
     try:
-        plan = policy.choose(request_view, workers, now_s=0.0)
+        plan = open_policy(spec).choose(request_view, workers, now_s=0.0)
     except Unavailable:
         with pytest.raises(Unavailable):
-            policy.choose(request_view, workers[::-1], now_s=0.0)
+            open_policy(spec).choose(request_view, workers[::-1], now_s=0.0)
         return
-    assert policy.choose(request_view, workers[::-1], now_s=0.0).workers == plan.workers
+    again = open_policy(spec).choose(request_view, workers[::-1], now_s=0.0)
+    assert again.workers == plan.workers
 
 
-@policy_property
+@property_of_ours
 def test_leaving_out_a_worker_that_is_not_chosen_changes_nothing(spec, workers, request_view):
     policy = open_policy(spec)
     try:
@@ -179,6 +208,7 @@ def test_equal_workers_share_sessions_evenly(policy):
     assert min(chosen.values()) > 60
 
 
+@ours
 def test_concurrent_requests_of_one_session_spread_as_load_builds_up(policy):
     running = dict.fromkeys(("w0", "w1", "w2", "w3"), 0)
     for _ in range(80):
@@ -187,12 +217,14 @@ def test_concurrent_requests_of_one_session_spread_as_load_builds_up(policy):
     assert set(running.values()) == {20}
 
 
+@ours
 def test_equal_workers_keep_the_last_owner(policy):
     for owner in ("w0", "w1", "w2"):
         request = dataclasses.replace(CHAT, owners=(owner,))
         assert policy.choose(request, fleet(3), now_s=0.0).decode == owner
 
 
+@ours
 def test_the_plan_carries_the_terms_of_its_price(policy):
     idle = policy.choose(CHAT, fleet(2), now_s=0.0)
     busy = policy.choose(CHAT, fleet(2, queued_tokens=300, running=2), now_s=0.0)
@@ -254,3 +286,60 @@ def test_a_worker_that_lacks_room_now_is_a_worse_choice():
     for number in range(8):
         request = dataclasses.replace(CHAT, session=bytes([number]))
         assert open_policy(LongestPrefix()).choose(request, workers, now_s=0.0).decode == "w1"
+
+
+def picks(spec, workers, count, **fields):
+    policy = open_policy(spec)
+    return Counter(
+        policy.choose(
+            dataclasses.replace(CHAT, session=b"%d" % number, **fields), workers, now_s=0.0
+        ).decode
+        for number in range(count)
+    )
+
+
+def test_round_robin_takes_turns_whatever_the_load():
+    workers = fleet(4)
+    workers[2] = dataclasses.replace(workers[2], running=50)
+    assert set(picks(RoundRobin(), workers, 40).values()) == {10}
+
+
+def test_the_better_of_two_is_better_than_chance_and_not_the_best():
+    workers = fleet(4)
+    workers[2] = dataclasses.replace(workers[2], running=50)
+    counts = picks(PowerOfTwo(), workers, 400)
+    assert counts["w2"] == 0
+    assert min(counts[name] for name in ("w0", "w1", "w3")) > 90
+
+
+def test_cache_aware_has_two_regimes_and_a_cliff_between_them():
+    workers = fleet(2)
+    workers[1] = dataclasses.replace(workers[1], cached_tokens=6_400, running=64)
+    assert open_policy(CacheAware()).choose(CHAT, workers, now_s=0.0).decode == "w1"
+    workers[1] = dataclasses.replace(workers[1], running=65)
+    assert open_policy(CacheAware()).choose(CHAT, workers, now_s=0.0).decode == "w0"
+    workers[1] = dataclasses.replace(workers[1], running=1, cached_tokens=2_368)
+    assert open_policy(CacheAware()).choose(CHAT, workers, now_s=0.0).decode == "w0"
+
+
+def test_dynamo_weighs_overlap_against_blocks_in_use():
+    workers = fleet(2)
+    workers[1] = dataclasses.replace(workers[1], cached_tokens=6_400, free_blocks=901)
+    assert open_policy(DynamoCost()).choose(CHAT, workers, now_s=0.0).decode == "w1"
+    workers[1] = dataclasses.replace(workers[1], free_blocks=899)
+    assert open_policy(DynamoCost()).choose(CHAT, workers, now_s=0.0).decode == "w0"
+    eager = DynamoCost(overlap_credit=2.0, prefill_load_scale=4.0, active_request_weight=64.0)
+    assert open_policy(eager).choose(CHAT, workers, now_s=0.0).decode == "w1"
+
+
+def test_llm_d_keeps_holders_until_they_are_far_behind():
+    workers = fleet(2)
+    workers[1] = dataclasses.replace(workers[1], cached_tokens=6_400, queued_tokens=286_000)
+    assert open_policy(LlmdFilter()).choose(CHAT, workers, now_s=0.0).decode == "w1"
+    workers[1] = dataclasses.replace(workers[1], queued_tokens=288_000)
+    assert open_policy(LlmdFilter()).choose(CHAT, workers, now_s=0.0).decode == "w0"
+
+
+def test_infera_remembers_what_it_sent():
+    counts = picks(InferaCost(), fleet(4), 80)
+    assert max(counts.values()) - min(counts.values()) <= 2

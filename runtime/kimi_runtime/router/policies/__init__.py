@@ -3,7 +3,18 @@
 from typing import assert_never
 
 from kimi_runtime.router.policies.base import Policy
-from kimi_runtime.spec.router import Cost, LeastLoad, LongestPrefix, PolicySpec
+from kimi_runtime.spec.router import (
+    CacheAware,
+    Cost,
+    DynamoCost,
+    InferaCost,
+    LeastLoad,
+    LlmdFilter,
+    LongestPrefix,
+    PolicySpec,
+    PowerOfTwo,
+    RoundRobin,
+)
 
 
 def open_policy(spec: PolicySpec) -> Policy:
@@ -24,5 +35,29 @@ def open_policy(spec: PolicySpec) -> Policy:
             from kimi_runtime.router.policies.cost import CostPolicy
 
             return CostPolicy(spec)
+        case RoundRobin():
+            from kimi_runtime.router.policies.round_robin import RoundRobinPolicy
+
+            return RoundRobinPolicy()
+        case PowerOfTwo():
+            from kimi_runtime.router.policies.power_of_two import PowerOfTwoPolicy
+
+            return PowerOfTwoPolicy()
+        case CacheAware():
+            from kimi_runtime.router.policies.cache_aware import CacheAwarePolicy
+
+            return CacheAwarePolicy(spec)
+        case DynamoCost():
+            from kimi_runtime.router.policies.dynamo import DynamoPolicy
+
+            return DynamoPolicy(spec)
+        case LlmdFilter():
+            from kimi_runtime.router.policies.llm_d import LlmdPolicy
+
+            return LlmdPolicy(spec)
+        case InferaCost():
+            from kimi_runtime.router.policies.infera import InferaPolicy
+
+            return InferaPolicy(spec)
         case _:
             assert_never(spec)

@@ -8,7 +8,11 @@ from kimi_runtime.router.view import RequestView, WorkerView
 
 
 class Policy(Protocol):
-    """Chooses. Pure: the same arguments give the same plan, whatever the order of `workers`."""
+    """Chooses. No clock, no chance: from the same state the same arguments give the same plan.
+
+    The order of `workers` does not matter. Ours keep no state but what they were told came of
+    their plans; some baselines remember their own picks.
+    """
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
         """The plan for this request, with the terms of its price.
