@@ -7,9 +7,10 @@ the next pass needs; what is (nodes for a minute, the answer to the last apply) 
 import asyncio
 import logging
 import secrets
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kimi_operator.cache import Cache, Key
 from kimi_operator.changes import Apply, Changes, Delete, changes, deletion, fingerprint
@@ -37,7 +38,7 @@ from kimi_operator.stamps import rfc3339
 from kimi_operator.status import first_status, status_of, unable_status
 from kimi_operator.teardown import STAGES, next_teardown
 from kimi_operator.verdicts import Problem
-from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterRefused
+from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 
 RESYNC_S = 600.0
 REFUSED_S = 300.0
@@ -48,6 +49,7 @@ NODES_SOON_S = 5.0
 LOST_LOOK_S, LOST_LATER_S = 3.0, 60.0
 GIVE_UP_WITHIN_S = 5.0
 """A worker that routers reach again waits longer than this before it takes work."""
+_Error = TypeVar("_Error", bound=ClusterError)
 logger = logging.getLogger(__name__)
 
 
@@ -287,12 +289,15 @@ class Reconciler:
             memory.created.add(at)
         if at in memory.created:
             return 0
+        call_key = self.new_key()
         try:
             # one that is there keeps its key: this one is then never used
-            created = await self.kube.create(with_call_key(manifest, self.new_key()))
+            created = await self.kube.create(with_call_key(manifest, call_key))
         except ClusterRefused as exc:
-            problems.append(_refused(at, exc))
+            problems.append(_refused(at, _without(call_key, exc)))
             return 0
+        except ClusterError as exc:
+            raise _without(call_key, exc) from None
         memory.created.add(at)
         return int(created is not None)
 
@@ -446,6 +451,14 @@ def _taken(at: ObjectKey) -> Problem:
         f"{at} is there and belongs to somebody else; delete it, or give the deployment another "
         "name",
     )
+
+
+def _without(secret: str, exc: _Error) -> _Error:
+    """The error without a secret that a server or a webhook quotes from the request."""
+    text = str(exc)
+    for form in (secret, b64encode(f"{secret}\n".encode()).decode()):
+        text = text.replace(form, "(the call key)")
+    return type(exc)(text, code=exc.code, retry_after_s=exc.retry_after_s)
 
 
 def _contested(at: ObjectKey, managers: tuple[str, ...]) -> Problem:

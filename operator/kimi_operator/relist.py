@@ -16,8 +16,8 @@ from kimi_operator.wire import Watches
 from kimi_runtime.errors import ClusterError
 
 RELIST_S = 600.0
-SILENT_S = 150.0
-"""Two bookmarks missed, and then some."""
+SILENT_S = 300.0
+"""Four new connections without a word. Some servers send no bookmarks of a kind nobody uses."""
 DEAF_S = 30.0
 """How long a watch may lag behind a listing."""
 OUR_KIND = "KimiDeployment"

@@ -1,11 +1,13 @@
 """A child that one apply cannot put right: replaced, explained, or left alone for a while."""
 
+from base64 import b64encode
+
 import pytest
 
 from fakekube import Call
 from kimi_operator.observed import Manifest, ObjectKey
 from kimi_operator.repairs import FREE_REPAIRS
-from kimi_runtime.errors import ClusterRefused
+from kimi_runtime.errors import ClusterBusy, ClusterError, ClusterRefused
 from operator_world import KEY, World, nano
 
 pytestmark = pytest.mark.asyncio
@@ -88,3 +90,26 @@ async def test_who_keeps_changing_a_field_of_ours_is_named_and_not_fought_for_ev
     world.now_s += 100
     await world.settle()
     assert condition(world, "Degraded")["status"] == "False"
+
+
+@pytest.mark.parametrize("error", [ClusterRefused, ClusterBusy])
+async def test_a_refusal_that_quotes_the_call_key_gives_it_away_to_nobody(
+    error: type[ClusterError],
+):
+    world = World()
+    world.create(nano())
+    call_key = "c0ffee" * 10
+    world.reconciler.new_key = lambda: call_key
+    quoted = b64encode(f"{call_key}\n".encode()).decode()
+
+    def quoting(call: Call) -> None:
+        if call.kind == "Secret":
+            raise error(f"a webhook denies {call_key} and {quoted}", code=422)
+
+    world.kube.before = quoting
+    try:
+        await world.passes()
+        told = str(world.resource["status"])
+    except ClusterBusy as exc:
+        told = str(exc)
+    assert "a webhook denies (the call key) and (the call key)" in told
