@@ -17,7 +17,7 @@ from kimi_operator.observed import DEPLOYMENT_LABEL, Manifest, ObjectKey
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
 TOMBSTONES = 10_000
-UNPACKED = 32
+UNPACKED = 16
 """Deployments of which the children are kept as dicts too, those looked at last."""
 
 
