@@ -7,9 +7,10 @@ DEGRADED: what it says may be wrong, which costs a miss.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from itertools import islice
+from itertools import groupby, islice
+from typing import Protocol
 
 from pydantic import TypeAdapter
 
@@ -142,6 +143,61 @@ class FollowState(StrEnum):
     DEGRADED = "degraded"
 
 
+class FollowedKeys(Protocol):
+    """Where a follower keeps the keys its owner told."""
+
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """The owner holds these."""
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """The owner holds these no more; those it did not hold are passed over."""
+
+    def clear(self) -> None:
+        """The owner holds nothing any more."""
+
+    def stage(self, keys: Sequence[bytes]) -> None:
+        """The next page of a snapshot, which counts from `swap` on."""
+
+    def swap(self) -> None:
+        """What was staged is what the owner holds."""
+
+    def unstage(self) -> None:
+        """Forget what was staged."""
+
+    def __len__(self) -> int:
+        """How many keys the owner holds."""
+
+
+class PlainKeys(set[bytes]):
+    """A set of keys, for one follower alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._staged: set[bytes] = set()
+
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """The owner holds these."""
+        self.update(keys)
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """The owner holds these no more."""
+        self.difference_update(keys)
+
+    def stage(self, keys: Sequence[bytes]) -> None:
+        """The next page of a snapshot."""
+        self._staged.update(keys)
+
+    def swap(self) -> None:
+        """What was staged is what the owner holds."""
+        self.clear()
+        self.update(self._staged)
+        self._staged = set()
+
+    def unstage(self) -> None:
+        """Forget what was staged."""
+        self._staged = set()
+
+
 class FeedFollower:
     """One owner's keys as its feed told them. Never claims EXACT for what it may have missed.
 
@@ -149,16 +205,15 @@ class FeedFollower:
     an earlier connection cannot lift the state. Lines lost, repeated or swapped cost a reconnect.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: FollowedKeys | None = None) -> None:
         self.owner = ""
         self.tier: TierName | None = None
         self.epoch: int | None = None
         self.seq = 0
         self.state = FollowState.DEGRADED
-        self.keys: set[bytes] = set()
+        self.keys: FollowedKeys = PlainKeys() if keys is None else keys
         self._greeted = False
         self._target_seq = 0
-        self._pages: list[bytes] = []
         self._next_page = 0
         self._pages_seq = 0
 
@@ -200,27 +255,28 @@ class FeedFollower:
             self._pages_seq = page.seq
         if page.seq != self._pages_seq or page.seq < self.seq:
             return self._gap()  # pages of two snapshots, or of one older than what is known
-        self._pages.extend(bytes.fromhex(key) for key in page.keys)
+        self.keys.stage([bytes.fromhex(key) for key in page.keys])
         self._next_page += 1
         if page.last:
-            self.keys, self.seq = set(self._pages), page.seq
-            self._drop_pages()
+            self.keys.swap()
+            self.seq, self._next_page = page.seq, 0
             self._trust_if_caught_up()
         return True
 
     def _batch(self, batch: FeedBatch) -> bool:
         if batch.epoch != self.epoch or batch.first_seq > self.seq + 1:
             return self._gap()
-        for number, event in enumerate(batch.events, start=batch.first_seq):
-            if number <= self.seq:
-                continue  # sent twice
-            self.seq = number
-            if event.key is None:  # clear: the wire model lets only that have no key
+        new = batch.events[max(0, self.seq + 1 - batch.first_seq) :]  # the rest was sent before
+        self.seq += len(new)
+        for op, events in groupby(new, key=lambda event: event.op):
+            # the wire model lets only a clear have no key
+            keys = [bytes.fromhex(event.key) for event in events if event.key is not None]
+            if op == "clear":
                 self.keys.clear()
-            elif event.op == "add":
-                self.keys.add(bytes.fromhex(event.key))
+            elif op == "add":
+                self.keys.hold(keys)
             else:
-                self.keys.discard(bytes.fromhex(event.key))
+                self.keys.lose(keys)
         self._trust_if_caught_up()
         return True
 
@@ -230,7 +286,8 @@ class FeedFollower:
             self.state = FollowState.EXACT
 
     def _drop_pages(self) -> None:
-        self._pages, self._next_page = [], 0
+        self.keys.unstage()
+        self._next_page = 0
 
     def _gap(self) -> bool:
         """Nothing of the line was taken: the copy is still right up to `seq`, and resumable."""

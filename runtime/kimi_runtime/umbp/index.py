@@ -8,16 +8,75 @@ from collections.abc import Mapping, Sequence
 
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage, TierName
 from kimi_runtime.umbp.feed import FeedFollower, FollowState
+from kimi_runtime.umbp.key_table import KeyTable
+
+
+class OwnerKeys:
+    """One owner's part of a table that all owners share."""
+
+    def __init__(self, table: KeyTable) -> None:
+        self._table = table
+        self.number = table.new_owner(shown=True)
+        self._staged: int | None = None
+
+    def __len__(self) -> int:
+        """How many keys the owner holds."""
+        return self._table.count(self.number)
+
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """The owner holds these."""
+        self._table.add(self.number, keys)
+
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """The owner holds these no more."""
+        self._table.remove(self.number, keys)
+
+    def clear(self) -> None:
+        """The owner holds nothing any more."""
+        self._table.retire(self.number)
+        self.number = self._table.new_owner(shown=True)
+
+    def stage(self, keys: Sequence[bytes]) -> None:
+        """The next page of a snapshot."""
+        if self._staged is None:
+            self._staged = self._table.new_owner(shown=False)
+        self._table.add(self._staged, keys)
+
+    def swap(self) -> None:
+        """What was staged is what the owner holds."""
+        if self._staged is None:
+            self.clear()
+            return
+        self._table.retire(self.number)
+        self.number, self._staged = self._staged, None
+        self._table.show(self.number)
+
+    def unstage(self) -> None:
+        """Forget what was staged."""
+        if self._staged is not None:
+            self._table.retire(self._staged)
+            self._staged = None
+
+    def staged(self) -> int:
+        """How many keys a snapshot has brought so far."""
+        return 0 if self._staged is None else self._table.count(self._staged)
+
+    def forget(self) -> None:
+        """The owner is gone: nothing of it stays."""
+        self.unstage()
+        self._table.retire(self.number)
 
 
 class Index:
-    """One `FeedFollower` per owner."""
+    """One `FeedFollower` per owner, and one table of keys for all."""
 
     def __init__(self, *, max_owners: int = 4096, max_keys: int = 4_000_000) -> None:
         self.max_owners, self.max_keys = max_owners, max_keys
         self.refused_owners = 0
         self.overflows = 0
         """Times an owner's keys passed `max_keys` and were forgotten."""
+        self._table = KeyTable()
+        self._keys: dict[str, OwnerKeys] = {}
         self._followers: dict[str, FeedFollower] = {}
 
     def owners(self) -> Mapping[str, FollowState]:
@@ -54,11 +113,13 @@ class Index:
             if len(self._followers) >= self.max_owners:
                 self.refused_owners += 1
                 return False
-            follower = self._followers[owner] = FeedFollower()
+            follower = self._follow(owner)
         followed = follower.apply(line)
-        if len(follower.keys) > self.max_keys:
+        keys = self._keys[owner]
+        if max(len(keys), keys.staged()) > self.max_keys:
             self.overflows += 1
-            self._followers[owner] = FeedFollower()
+            keys.forget()
+            self._follow(owner)
             return False
         return followed
 
@@ -70,17 +131,23 @@ class Index:
 
     def forget(self, owner: str) -> None:
         """The owner is gone for good."""
-        self._followers.pop(owner, None)
+        if self._followers.pop(owner, None) is not None:
+            self._keys.pop(owner).forget()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the keys take, about."""
+        return self._table.nbytes
 
     def prefix_runs(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Length of the leading run of `keys` per owner, for owners that hold at least one.
+        """Length of the leading run of `keys` per owner, for owners that hold at least one."""
+        runs = self._table.runs(keys)
+        if not runs:
+            return {}
+        names = {held.number: owner for owner, held in self._keys.items()}
+        return {names[number]: run for number, run in runs.items()}
 
-        Costs one set lookup per owner and per block of a run.
-        """
-        runs: dict[str, int] = {}
-        for owner, follower in self._followers.items():
-            held = follower.keys
-            run = next((n for n, key in enumerate(keys) if key not in held), len(keys))
-            if run:
-                runs[owner] = run
-        return runs
+    def _follow(self, owner: str) -> FeedFollower:
+        keys = self._keys[owner] = OwnerKeys(self._table)
+        follower = self._followers[owner] = FeedFollower(keys)
+        return follower
