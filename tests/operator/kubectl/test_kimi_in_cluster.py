@@ -205,7 +205,8 @@ NODE: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Node",
     "metadata": {"name": "kimi-cli-1"},
-    "spec": {"unschedulable": True},  # nobody would run, or end, what the scheduler put there
+    # no kubelet runs, or ends, what would be put there; a DaemonSet's pods would be all the same
+    "spec": {"unschedulable": True},
     "status": {
         "allocatable": {"cpu": "8", "memory": "64Gi", "pods": "110"},
         "capacity": {"cpu": "8", "memory": "64Gi", "pods": "110"},
@@ -220,7 +221,7 @@ async def test_a_preflight_job_is_taken_by_the_server_and_left_alone(server: Ser
     merge = "application/merge-patch+json"
     patch = {"status": NODE["status"]}
     await asyncio.to_thread(server.call, "PATCH", "/api/v1/nodes/kimi-cli-1/status", patch, merge)
-    document = nano(preflight="Require")
+    document = nano(preflight="Require", kvPool={"enabled": False})
     document["metadata"] = {"name": "looked", "namespace": NAMESPACE}
     try:
         async with operating(server):
