@@ -100,13 +100,19 @@ class Heard:
 
 @dataclass(frozen=True)
 class News:
-    """Of what the routers say, what a pass would decide by: another one is a reason to make one."""
+    """Of what the routers say, what a pass would decide by."""
 
     idle_drains: frozenset[str] = frozenset()
     asked_at_zero: bool = False
     silent: frozenset[str] = frozenset()
     speaking: bool = False
     """Whether the planner has signals; False where none counts by them."""
+
+    def adds_to(self, before: "News") -> bool:
+        """Whether there is something to do by it that there was not before."""
+        asked = self.asked_at_zero and not before.asked_at_zero
+        more = (self.idle_drains - before.idle_drains) or (self.silent - before.silent)
+        return asked or bool(more) or self.speaking != before.speaking
 
 
 def news_of(heard: Heard, children: Mapping[ObjectKey, Manifest]) -> News:

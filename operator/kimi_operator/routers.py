@@ -176,8 +176,8 @@ class Routers:
         self._note(state, router_pods(children), now_s)
         heard = self._heard(state, now_s)
         news = news_of(heard, children)
-        if news != state.news:
-            state.news = news
+        before, state.news = state.news, news
+        if news.adds_to(before):
             self._wake(key)
         state.due_s = now_s + interval_s(children, heard)
 

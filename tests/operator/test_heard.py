@@ -97,6 +97,16 @@ def test_news_is_what_a_pass_would_decide_by(heard, there, news):
     assert news_of(heard, there) == news
 
 
+def test_what_is_over_wakes_nobody_but_a_planner_that_lost_its_signals():
+    drained, silent = News(idle_drains=frozenset({"d"})), News(silent=frozenset({"w"}))
+    assert drained.adds_to(News())
+    assert not News().adds_to(drained)
+    assert silent.adds_to(drained)
+    assert not News().adds_to(silent)
+    assert not News().adds_to(News(asked_at_zero=True))
+    assert News().adds_to(News(speaking=True))
+
+
 def test_loads_that_move_are_no_news():
     there = children(pod("w"), thing("StatefulSet"))
     one = Heard((said(worker("w", in_flight=1, waiting=0)),))

@@ -142,7 +142,9 @@ async def test_what_is_idle_goes_to_zero_and_a_request_wakes_it_and_is_answered(
                     return answer.status, await answer.text()
 
             asked = tasks.create_task(ask())
-            await until(lambda: KEY in cluster.woken)  # without any event of the API server
+            # without any event of the API server
+            await until(lambda: cluster.routers._deployments[KEY].news.asked_at_zero)
+            assert KEY in cluster.woken
             assert not asked.done()
             await cluster.step(1.0)
             await cluster.step(1.0)
