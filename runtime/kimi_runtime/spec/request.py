@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.spec.base import ReportModel, SpecModel
 
 TokenId = Annotated[int, Ge(0), Le(2**31 - 1)]
 BlockKeyHex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -75,7 +75,7 @@ class Grammar(SpecModel):
     )
 
 
-class RegionRef(SpecModel):
+class RegionRef(ReportModel):
     """A memory region of a peer, as one transport needs it to open a session.
 
     `transport` names the transport that registered it; `address` is that transport's own (a file
@@ -90,7 +90,7 @@ class RegionRef(SpecModel):
     epoch: NonNegativeInt
 
 
-class HandOffBlock(SpecModel):
+class HandOffBlock(ReportModel):
     """One block of a hand-off: where its bytes lie in the region, and their tags by layer group."""
 
     key: BlockKeyHex | None = Field(description="None for the partial tail, which has no key.")
@@ -100,7 +100,7 @@ class HandOffBlock(SpecModel):
     tags: tuple[str, ...] = Field(description="Hex, one per layer group, over the group's bytes.")
 
 
-class HandOff(SpecModel):
+class HandOff(ReportModel):
     """What a prefill worker offers: the KV of `tokens` prompt tokens, pinned for `lease_s`."""
 
     ticket: str
@@ -148,7 +148,7 @@ class GenerateRequest(SpecModel):
     router: str = Field("", description="Name of the router replica that sent it.")
 
 
-class TokenLogprob(SpecModel):
+class TokenLogprob(ReportModel):
     """The natural-log probability of a sampled id, and of the most likely ids at its position."""
 
     id: TokenId
@@ -156,7 +156,7 @@ class TokenLogprob(SpecModel):
     top: tuple[tuple[TokenId, float], ...] = ()
 
 
-class KvUsage(SpecModel):
+class KvUsage(ReportModel):
     """Where the KV of the prompt's tokens came from; the four token counts add up to the prompt."""
 
     hbm_tokens: NonNegativeInt = 0
@@ -171,7 +171,7 @@ class KvUsage(SpecModel):
     )
 
 
-class ErrorBody(SpecModel):
+class ErrorBody(ReportModel):
     """An error as it crosses a process boundary."""
 
     status: Annotated[int, Ge(400), Le(599)]
@@ -182,7 +182,7 @@ class ErrorBody(SpecModel):
     retry_after_s: NonNegativeFloat | None = None
 
 
-class GenerateChunk(SpecModel):
+class GenerateChunk(ReportModel):
     """One line of a stream."""
 
     ids: tuple[TokenId, ...] = ()

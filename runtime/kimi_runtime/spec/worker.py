@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from annotated_types import Gt
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.spec.base import ReportModel, SpecModel
 from kimi_runtime.spec.transfer import TransferNetwork
 from kimi_runtime.units import Bytes, Seconds
 
@@ -115,7 +115,7 @@ class WorkerSpec(SpecModel):
         return ("shm", self.transfer) if beside else (self.transfer,)
 
 
-class Capabilities(SpecModel):
+class Capabilities(ReportModel):
     """What an adapter advertises; plans are filtered by it."""
 
     roles: tuple[Role, ...]
@@ -130,7 +130,7 @@ class Capabilities(SpecModel):
     )
 
 
-class WorkerInfo(SpecModel):
+class WorkerInfo(ReportModel):
     """What a worker is: constant for one process (`GET /info`)."""
 
     name: str
@@ -152,7 +152,7 @@ class WorkerInfo(SpecModel):
     capabilities: Capabilities
 
 
-class LoadReport(SpecModel):
+class LoadReport(ReportModel):
     """What a worker has to do right now (`GET /load`)."""
 
     epoch: NonNegativeInt
