@@ -9,7 +9,7 @@ FILE ?= examples/kimi-nano.yaml
 BIN := $(VENV)/bin
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up down status test check fix generate e2e e2e-cluster e2e-rdma images bench dist clean
+.PHONY: up down status test check fix generate e2e e2e-cluster e2e-rdma e2e-all images bench dist clean
 
 $(VENV)/.run-stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -61,6 +61,8 @@ images: $(VENV)/.dev-stamp
 # Verbs on a soft-RoCE device in a virtual machine; the first run builds its image and needs root.
 e2e-rdma: $(VENV)/.dev-stamp
 	$(BIN)/python e2e/rdma/vm.py $(ARGS)
+
+e2e-all: e2e e2e-cluster e2e-rdma
 
 bench: $(VENV)/.dev-stamp
 	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done

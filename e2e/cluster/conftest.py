@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from charts import CHART
-from kimi_operator.observed import ObjectKey
-from nano import DEPLOYMENT, NAMESPACE, READY_S, ready, router_url
+from kimi_operator.observed import DEPLOYMENT_LABEL, ROLE_LABEL, ObjectKey
+from nano import DEPLOYMENT, NAME, NAMESPACE, READY_S, ready, router_url
 from nodes import ROOT, Manifest, Nodes, example, images, two_nodes
 
 OPERATOR = ObjectKey("apps/v1", "Deployment", NAMESPACE, "kimistack-operator")
@@ -119,17 +119,33 @@ def nano(image: str) -> Manifest:
     """The example with an image that is on the nodes.
 
     Its routers are given the node that is not killed: Kubernetes alone decides how long a Service
-    goes on naming a router that is gone with its node.
+    goes on naming a router that is gone with its node. Each role is spread over both nodes.
     """
-    quick = {"drain": {"preStop": "5s"}}
     return example(
         "kimi-nano-cluster.yaml",
         image=image,
         imagePullPolicy="Never",
-        prefill=quick,
-        decode=quick,
+        prefill={"drain": {"preStop": "5s"}, "placement": _spread("prefill")},
+        decode={"drain": {"preStop": "5s"}, "placement": _spread("decode")},
         router={"placement": {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}},
     )
+
+
+def _spread(role: str) -> Manifest:
+    """Away from instances of the same role, and from other engines where that is possible too."""
+    away = [(100, {ROLE_LABEL: role}), (50, {"app.kubernetes.io/component": "engine"})]
+    terms = [
+        {
+            "weight": weight,
+            "podAffinityTerm": {
+                "topologyKey": "kubernetes.io/hostname",
+                "labelSelector": {"matchLabels": {DEPLOYMENT_LABEL: NAME, **labels}},
+            },
+        }
+        for weight, labels in away
+    ]
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    return {"affinity": {"podAntiAffinity": {preferred: terms}}}
 
 
 @pytest.fixture

@@ -41,8 +41,8 @@ def test_routers_leave_a_lost_node_within_ten_seconds_and_requests_go_on(
     with Load(f"{routers[0]}/v1", NAME) as load:
         while load.served < 4:
             time.sleep(0.05)
-        killed_s = time.monotonic()
         nodes.kill(LOST)
+        killed_s = nodes.killed_s[LOST]
         while any(planned_onto(router) & gone for router in routers):
             assert time.monotonic() - killed_s < LEFT_S, "routers still plan onto the lost node"
             time.sleep(0.1)
@@ -59,20 +59,19 @@ def test_routers_leave_a_lost_node_within_ten_seconds_and_requests_go_on(
 
 
 def test_a_lost_node_is_named_and_its_instances_run_elsewhere(nodes: Nodes, client: openai.OpenAI):
-    with nodes.timed("node killed to NodeLost in the status"):
-        nodes.until(
-            DEPLOYMENT,
-            lambda now: (
-                condition(now, "Degraded").get("reason") == "NodeLost"
-                and LOST in condition(now, "Degraded")["message"]
-            ),
-            NOTICED_S,
-            "said that the node is lost",
-        )
-    with nodes.timed("NodeLost to 2+2 on the other node"):
-        nodes.until(
-            DEPLOYMENT, lambda now: serving(now, prefill=2, decode=2), READY_S, "2+2 and Ready"
-        )
+    nodes.until(
+        DEPLOYMENT,
+        lambda now: (
+            condition(now, "Degraded").get("reason") == "NodeLost"
+            and LOST in condition(now, "Degraded")["message"]
+        ),
+        NOTICED_S,
+        "said that the node is lost",
+    )
+    since_s = nodes.killed_s[LOST]
+    nodes.measured("node killed to NodeLost in the status", time.monotonic() - since_s, "s")
+    nodes.until(DEPLOYMENT, lambda now: serving(now, prefill=2, decode=2), READY_S, "2+2 and Ready")
+    nodes.measured("node killed to 2+2 on the other node", time.monotonic() - since_s, "s")
     assert {pod["spec"]["nodeName"] for pod in engines(nodes).values()} == {"node-1"}
     assert ask(client).usage.completion_tokens > 0
 
