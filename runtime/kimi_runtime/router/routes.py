@@ -30,6 +30,8 @@ class Routes:
             "pool": node.host_link,
         }
         self._known: set[str] = set()
+        self._inbound: dict[str, tuple[str, ...]] = {}
+        self._outbound: dict[str, tuple[str, ...]] = {}
         self._routes: dict[tuple[str, str, str, str, str], tuple[str, ...]] = {}
 
     def to_worker(self, source: KvSource, worker: WorkerView) -> tuple[str, ...]:
@@ -64,16 +66,28 @@ class Routes:
         """From a prefill worker's memory into a decode worker's."""
         if prefill.node and prefill.node == decode.node:
             return self._have((prefill.name, "peer"), (decode.name, "peer"))
-        return self._have((prefill.name, "out"), (decode.name, "in"))
+        return self.outbound(prefill) + self.inbound(decode)
 
     def inbound(self, worker: WorkerView) -> tuple[str, ...]:
         """The last part of every route into the worker from another node."""
-        return self._have((worker.name, "in"))
+        known = self._inbound.get(worker.name)
+        if known is None:
+            known = self._inbound[worker.name] = self._have((worker.name, "in"))
+        return known
+
+    def outbound(self, worker: WorkerView) -> tuple[str, ...]:
+        """The first part of every route out of the worker to another node."""
+        known = self._outbound.get(worker.name)
+        if known is None:
+            known = self._outbound[worker.name] = self._have((worker.name, "out"))
+        return known
 
     def forget(self, owners: Iterable[str]) -> None:
         """Workers or nodes are gone."""
         self._routes.clear()
         for owner in owners:
+            self._inbound.pop(owner, None)
+            self._outbound.pop(owner, None)
             for kind in self._kinds:
                 link = f"{owner}/{kind}"
                 if link in self._known:

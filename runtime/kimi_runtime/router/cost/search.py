@@ -77,9 +77,14 @@ class Search:
             found = self._sources.of(worker)
             left.append((self._prefill_floor_s(seat, found), seat, found))
         left.sort(key=_first)
-        far = self._twins_left_out(right, lambda one: (one.leg.worker, one.alike()))
+        far = self._twins_left_out(
+            right, lambda one: one.far_s, lambda one: (one.leg.worker, one.alike())
+        )
         apart = {
-            id(one) for one in self._twins_left_out(left, lambda one: (one[1].worker, _alike(*one)))
+            id(one)
+            for one in self._twins_left_out(
+                left, lambda one: one[0], lambda one: (one[1].worker, _alike(*one))
+            )
         }
         for leg in left:
             floor_s, seat, found = leg
@@ -87,14 +92,27 @@ class Search:
             self._with(seat, found, floor_s, near.get(seat.worker.node, ()), others)
 
     def _twins_left_out(
-        self, legs: Sequence[L], of: Callable[[L], tuple[WorkerView, tuple[object, ...]]]
+        self,
+        legs: Sequence[L],
+        floor_s: Callable[[L], float],
+        of: Callable[[L], tuple[WorkerView, tuple[object, ...]]],
     ) -> list[L]:
         """Of legs that cost the same with anybody elsewhere, those that win by name.
 
         Two of different nodes are kept, so that whoever is on the one node has the other.
         """
-        if self._exhaustive:
+        equal: dict[float, list[L]] = {}
+        for leg in legs:
+            equal.setdefault(floor_s(leg), []).append(leg)
+        if self._exhaustive or len(equal) == len(legs):
             return list(legs)
+        return [leg for some in equal.values() for leg in self._firsts(some, of)]
+
+    def _firsts(
+        self, legs: Sequence[L], of: Callable[[L], tuple[WorkerView, tuple[object, ...]]]
+    ) -> Iterable[L]:
+        if len(legs) == 1:
+            return legs
         kept: dict[tuple[object, ...], list[tuple[int, str, L]]] = {}
         for leg in legs:
             worker, alike = of(leg)
@@ -110,8 +128,7 @@ class Search:
             first.append(best[2])
             elsewhere = [twin for twin in twins if twin[1] != best[1]]
             first += [min(elsewhere, key=_first)[2]] if elsewhere else []
-        chosen = {id(leg) for leg in first}
-        return [leg for leg in legs if id(leg) in chosen]
+        return first
 
     def _rights(self, decodes: Sequence[WorkerView], streams: int) -> "list[_Right]":
         context, least_s = self.context, self.context.models.links.least_per_byte_s
