@@ -9,7 +9,7 @@ FILE ?= examples/kimi-nano.yaml
 BIN := $(VENV)/bin
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up down status test check fix generate e2e e2e-cluster e2e-rdma e2e-all images bench dist clean
+.PHONY: up down status test check fix generate e2e e2e-cluster e2e-rdma e2e-all images bench bench-umbp dist clean
 
 $(VENV)/.run-stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -66,6 +66,11 @@ e2e-all: e2e e2e-cluster e2e-rdma
 
 bench: $(VENV)/.dev-stamp
 	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
+
+# The KV pool: put and get against memcpy, a local get, and the router's index of 10 million keys.
+bench-umbp: $(VENV)/.dev-stamp
+	$(BIN)/python benchmarks/umbp_index.py
+	$(BIN)/python benchmarks/umbp.py $(ARGS)
 
 dist: $(VENV)/.dev-stamp
 	$(BIN)/python -m build

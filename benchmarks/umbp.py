@@ -1,30 +1,38 @@
-"""What the pool costs on this host: put and get against memcpy, and microseconds a call.
+"""What the pool costs on this host: put and get against memcpy, and microseconds a local get.
 
-    PYTHONPATH=runtime python benchmarks/umbp.py [--blocks 64] [--block-bytes 1MiB] [--folder DIR]
+    PYTHONPATH=runtime python benchmarks/umbp.py [--folder DIR] [--rounds 5]
 
 The daemon runs in a process of its own, as it does in production; the arena should be on tmpfs.
+Every figure is the best of the rounds, and every ratio is to a copy of the same bytes, in the same
+pieces, from or to memory that is as far from the processor's cache: a put goes where nothing was
+lately, a get is from where it was the round before. "no tags" is the same path with a leaf function
+that costs nothing.
 """
 
 import argparse
-import asyncio
 import contextlib
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from kimi_connect.client import ArenaClient
+from kimi_connect.copying import copy_bytes
+from kimi_connect.tags import LEAF_DIGEST_BYTES, leaf_count
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp import tags
-from kimi_runtime.umbp.client import open_pool
-from kimi_runtime.units import format_bytes, parse_bytes
+from kimi_runtime.units import format_bytes
 
-ROUNDS = 5
-CALLS = 2000
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+BATCHES = (1, 4, 16, 64)
+CALLS = 1000
+PIECE = 1 << 20
 
 SERVE = """
 import asyncio, sys
@@ -34,38 +42,14 @@ asyncio.run(serve(UmbpSpec.model_validate_json(sys.argv[1])))
 """
 
 
-@contextlib.asynccontextmanager
-async def daemon(spec: UmbpSpec) -> AsyncIterator[None]:
-    """A daemon process that listens."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SERVE,
-        spec.model_dump_json(),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    try:
-        async with asyncio.timeout(60):
-            while not spec.socket.exists():  # noqa: ASYNC110  (another process makes it)
-                await asyncio.sleep(0.01)
-        yield
-    finally:
-        process.terminate()
-        await process.wait()
+def no_leaves(view: memoryview) -> bytes:
+    """A leaf function that costs nothing and finds nothing."""
+    return bytes(LEAF_DIGEST_BYTES * leaf_count(view.nbytes))
 
 
-async def best_s(work: Callable[[], Awaitable[object]]) -> float:
-    """Seconds of the best round."""
-    times = []
-    for _ in range(ROUNDS):
-        start_s = time.perf_counter()
-        await work()
-        times.append(time.perf_counter() - start_s)
-    return min(times)
-
-
-async def measure(folder: Path, count: int, size: int) -> list[tuple[str, str, str]]:
-    """The table's rows."""
+@contextlib.contextmanager
+def daemon(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """A daemon process that listens: its socket and call key."""
     call_key = secrets.token_hex(32).encode()
     (folder / "key").write_bytes(call_key)
     (folder / "key").chmod(0o600)
@@ -74,89 +58,162 @@ async def measure(folder: Path, count: int, size: int) -> list[tuple[str, str, s
         port=0,
         socket=folder / "umbp.sock",
         arena=folder / "arena",
-        dram_bytes=2 * count * size,
+        dram_bytes=8 * max(SIZES) * max(BATCHES),
         page_bytes=4096,
         call_key=folder / "key",
     )
-    keys = [secrets.token_bytes(16) for _ in range(count)]
-    blocks = [memoryview(os.urandom(size)) for _ in range(count)]
-    into = [memoryview(bytearray(size)) for _ in range(count)]
-    total = count * size
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, spec.model_dump_json()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        ends_s = time.monotonic() + 60
+        while not spec.socket.exists():
+            if time.monotonic() > ends_s or process.poll() is not None:
+                raise SystemExit("the daemon did not start")
+            time.sleep(0.01)
+        yield spec.socket, call_key
+    finally:
+        process.terminate()
+        process.wait()
 
-    async def copy() -> None:
-        for target, source in zip(into, blocks, strict=True):
-            target[:] = source
 
-    async def copy_and_tag() -> None:
-        for key, target, source in zip(keys, into, blocks, strict=True):
-            target[:] = source
-            tags.tag(key, 0, target)
+def best_s(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Seconds of each work's best round; they take turns, so that all meet the same machine."""
+    best = [float("inf")] * len(works)
+    for _ in range(rounds):
+        for number, work in enumerate(works):
+            start_s = time.perf_counter()
+            work()
+            best[number] = min(best[number], time.perf_counter() - start_s)
+    return best
 
-    memcpy_s = await best_s(copy)
 
-    def row(name: str, seconds: float) -> tuple[str, str, str]:
-        return name, f"{total / seconds / 1e9:.2f} GB/s", f"{memcpy_s / seconds:.0%} of memcpy"
+def copied(into: Sequence[memoryview], blocks: Sequence[memoryview]) -> None:
+    """memcpy of the blocks, in the pieces a client copies."""
+    for target, source in zip(into, blocks, strict=True):
+        for at in range(0, source.nbytes, PIECE):
+            copy_bytes(target[at : at + PIECE], source[at : at + PIECE])
 
-    rows = [row("memcpy, one core", memcpy_s)]
-    rows.append(row("memcpy and tag, one core", await best_s(copy_and_tag)))
-    async with daemon(spec):
-        client = await open_pool(spec.socket, call_key)
-        blocking = ArenaClient(spec.socket, call_key, leaves=tags.leaves)
 
-        async def put() -> None:
-            fresh = [secrets.token_bytes(16) for _ in range(count)]
-            assert await client.store(fresh, blocks, deadline_s=60) == count
-
-        async def get() -> None:
-            assert await client.load(keys, into, deadline_s=60) == (count, Outcome.HIT)
-
-        async def get_blocking() -> None:
-            assert blocking.load(keys, into, deadline_s=60) == (count, Outcome.HIT)
-
-        rows.append(row("put (reserve, write, tag, commit)", await best_s(put)))
-        await client.store(keys, blocks, deadline_s=60)
-        rows.append(row("get (pin, copy, verify, unpin)", await best_s(get)))
-        rows.append(row("get, blocking client", await best_s(get_blocking)))
-        assert into == blocks
-
-        async def calls() -> None:
-            for _ in range(CALLS):
-                await client.held(keys[:1])
-
-        async def calls_blocking() -> None:
-            for _ in range(CALLS):
-                blocking.held(keys[:1])
-
-        small = [memoryview(bytearray(4096))]
-        await client.store([b"small block key!"], small, deadline_s=60)
-
-        async def small_gets() -> None:
-            for _ in range(CALLS):
-                await client.load([b"small block key!"], small, deadline_s=60)
-
-        for name, work in (
-            ("held, one key", calls),
-            ("held, one key, blocking client", calls_blocking),
-            ("get of one 4 KiB block", small_gets),
-        ):
-            rows.append((name, f"{await best_s(work) / CALLS * 1e6:.0f} µs a call", ""))
-        blocking.close()
-        await client.aclose()
+def transfers(tagged: ArenaClient, bare: ArenaClient, rounds: int) -> list[tuple[str, ...]]:
+    """Rows of put and get by size and batch."""
+    rows = []
+    far = memoryview(bytearray(os.urandom(1 << 20)) * (2 * max(SIZES) * max(BATCHES) >> 20))
+    for size in SIZES:
+        source = [memoryview(os.urandom(size)) for _ in range(max(BATCHES))]
+        target = [memoryview(bytearray(size)) for _ in range(max(BATCHES))]
+        for batch in BATCHES:
+            row = [format_bytes(size), str(batch)]
+            for memcpy_s, *own_s in transfer(
+                (bare, tagged), source[:batch], target[:batch], far, rounds
+            ):
+                row.append(f"{batch * size / memcpy_s / 1e9:.1f}")
+                row += [f"{memcpy_s / seconds:.2f}" for seconds in own_s]
+            rows.append(tuple(row))
     return rows
 
 
+def transfer(
+    clients: Sequence[ArenaClient],
+    blocks: Sequence[memoryview],
+    into: Sequence[memoryview],
+    far: memoryview,
+    rounds: int,
+) -> tuple[list[float], list[float]]:
+    """Seconds of memcpy and of each client's put, and of memcpy and of each client's get."""
+    keys = [[secrets.token_bytes(16) for _ in blocks] for _ in clients]
+
+    def put(client: ArenaClient) -> None:
+        fresh = [secrets.token_bytes(16) for _ in blocks]
+        assert client.store(fresh, blocks, deadline_s=60) == len(blocks)
+
+    def get(client: ArenaClient, own: list[bytes]) -> None:
+        got = client.load(own, into, deadline_s=60)
+        assert got == (len(into), Outcome.HIT), got
+
+    size = blocks[0].nbytes
+    total, at = size * len(blocks), 0
+
+    def there(start: int) -> list[memoryview]:
+        return [far[start + n * size : start + (n + 1) * size] for n in range(len(blocks))]
+
+    def copy_away() -> None:
+        nonlocal at
+        at = 0 if at + 2 * total > far.nbytes else at + total
+        copied(there(at), blocks)
+
+    put_s = best_s([copy_away, *(partial(put, client) for client in clients)], rounds)
+    for client, own in zip(clients, keys, strict=True):
+        assert client.store(own, blocks, deadline_s=60) == len(blocks)
+    gets = [partial(get, client, own) for client, own in zip(clients, keys, strict=True)]
+    copied(there(0), blocks)
+    get_s = best_s([partial(copied, into, there(0)), *gets], rounds)
+    assert list(into) == list(blocks)
+    return put_s, get_s
+
+
+def latencies(
+    tagged: ArenaClient, asking: ArenaClient, bare: ArenaClient, rounds: int
+) -> list[tuple[str, float]]:
+    """Rows of one local get of 64 KiB, in microseconds."""
+    key, size = [secrets.token_bytes(16)], 64 << 10
+    block, into = [memoryview(os.urandom(size))], [memoryview(bytearray(size))]
+    free = [secrets.token_bytes(16)]
+    tagged.store(key, block, deadline_s=60)
+    bare.store(free, block, deadline_s=60)
+    asking.held(key)
+    asking._arena = None  # so that it asks its daemon, as every client did before the directory
+
+    def many(work: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [work() for _ in range(CALLS)]
+
+    works = {
+        "memcpy": lambda: copied(into, block),
+        "memcpy and tag": lambda: (copied(into, block), tags.tag(key[0], 0, into[0])),
+        "get through the daemon (pin, copy, check, unpin)": lambda: asking.load(
+            key, into, deadline_s=60
+        ),
+        "get by the arena's directory": lambda: tagged.load(key, into, deadline_s=60),
+        "get by the arena's directory, no tags": lambda: bare.load(free, into, deadline_s=60),
+        "a call to the daemon (held, one key)": lambda: tagged.held(key),
+    }
+    times = best_s([many(work) for work in works.values()], rounds)
+    return [(name, s / CALLS * 1e6) for name, s in zip(works, times, strict=True)]
+
+
 def main() -> None:
-    """Measure and print one table."""
+    """Measure and print two tables and a summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--blocks", type=int, default=64)
-    parser.add_argument("--block-bytes", type=parse_bytes, default=parse_bytes("1MiB"))
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        rows = asyncio.run(measure(Path(folder), options.blocks, options.block_bytes))
-    print(f"{options.blocks} blocks of {format_bytes(options.block_bytes)}, best of {ROUNDS}")
-    for name, rate, ratio in rows:
-        print(f"{name:<36}{rate:>16}  {ratio}")
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as folder,
+        daemon(Path(folder)) as (socket, call_key),
+    ):
+        tagged, asking = (ArenaClient(socket, call_key, leaves=tags.leaves) for _ in range(2))
+        bare = ArenaClient(socket, call_key, leaves=no_leaves)
+        rows = transfers(tagged, bare, options.rounds)
+        times = latencies(tagged, asking, bare, options.rounds)
+        for client in (tagged, asking, bare):
+            client.close()
+    print(f"{'':>15}{'memcpy':>10}{'put, of memcpy':>20}{'memcpy':>14}{'get, of memcpy':>20}")
+    print(f"{'block':>8}{'batch':>7}", end="")
+    print(2 * f"{'GB/s':>10}{'no tags':>12}{'tags':>8}    ")
+    for size, batch, *cells in rows:
+        print(f"{size:>8}{batch:>7}{cells[0]:>10}{cells[1]:>12}{cells[2]:>8}", end="")
+        print(f"{cells[3]:>14}{cells[4]:>12}{cells[5]:>8}")
+    print()
+    for name, us in times:
+        print(f"{name:<52}{us:>8.0f} µs")
+    large = [row for row in rows if row[0] in ("1MiB", "4MiB") and int(row[1]) >= 4]
+    worst = [min(float(row[column]) for row in large) for column in (3, 4, 6, 7)]
+    print(
+        f"from 1 MiB and batch 4 on, at least: put {worst[0]:.2f} ({worst[1]:.2f} with tags), "
+        f"get {worst[2]:.2f} ({worst[3]:.2f} with tags) of memcpy; a local get of 64 KiB "
+        f"{times[3][1]:.0f} µs, through the daemon {times[2][1]:.0f} µs"
+    )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ class MemoryPool:
         self.loads_before = 0
         self.loaded_blocks = 0
         self.used_blocks = 0
+        self.tenants: set[str] = set()
 
     async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
@@ -28,7 +29,12 @@ class MemoryPool:
         self.used_blocks += len(keys)
 
     async def load(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str,
     ) -> Loaded:
         held = await self.held(keys, deadline_s=deadline_s)
         outcome = Outcome.HIT if held == len(keys) else Outcome.MISS
@@ -42,8 +48,14 @@ class MemoryPool:
         return Loaded(held, outcome)
 
     async def store(
-        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str,
     ) -> int:
+        self.tenants.add(tenant)
         for key, block in zip(keys, blocks, strict=True):
             self.blocks.setdefault(key, bytes(block))
         return len(keys)

@@ -42,12 +42,22 @@ class Pool(Protocol):
     """
 
     async def load(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str,
     ) -> LoadResult:
         """Copy the leading run of `keys` into `into`, verified. Writes nothing after it returns."""
 
     async def store(
-        self, keys: Sequence[bytes], blocks: Sequence[memoryview], *, deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[memoryview],
+        *,
+        deadline_s: float,
+        tenant: str,
     ) -> int:
         """Keep leading blocks; returns how many are held now."""
 
@@ -175,7 +185,7 @@ class Fetcher:
         try:
             views = [self._view(block) for block in reserved]
             left_s = max(0.001, until_s - clock.now_s())
-            result = await pool.load(keys, views, deadline_s=left_s)
+            result = await pool.load(keys, views, deadline_s=left_s, tenant=request.tenant)
             loaded = result.blocks
             if result.outcome not in (Outcome.HIT, Outcome.MISS):
                 self._counters.pool_failures[result.outcome.value] += 1

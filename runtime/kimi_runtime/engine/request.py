@@ -60,6 +60,7 @@ class Request:
     chain: KeyChain
     rank: float
     priority: Priority = Priority.INTERACTIVE
+    tenant: str = "default"
     samples: bool = True
     blocks: list[int] = field(default_factory=list)
     computed: int = 0

@@ -38,6 +38,7 @@ class SealedBlock:
 
     key: bytes
     block: int
+    tenant: str = "default"
 
 
 class _Draft:
@@ -308,7 +309,7 @@ class Scheduler:
             own, key = request.blocks[index], request.chain.keys[index]
             request.blocks[index] = self.blocks.seal(own, key)
             if request.blocks[index] == own:
-                sealed.append(SealedBlock(key, own))
+                sealed.append(SealedBlock(key, own, request.tenant))
         return sealed
 
     def _complete_if_done(self, request: Request) -> None:

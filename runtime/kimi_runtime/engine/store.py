@@ -7,6 +7,7 @@ behind is dropped and counted, and costs a later miss.
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice, takewhile
 
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
@@ -80,7 +81,9 @@ class PoolWriter:
         self._queue.clear()
 
     async def _store_batch(self) -> None:
-        count = min(_BATCH_BLOCKS, len(self._queue))
+        tenant = self._queue[0].tenant
+        ours = list(takewhile(lambda one: one.tenant == tenant, islice(self._queue, _BATCH_BLOCKS)))
+        count = len(ours)
         self._storing = [self._queue.popleft() for _ in range(count)]
         stored = 0
         try:
@@ -88,6 +91,7 @@ class PoolWriter:
                 [one.key for one in self._storing],
                 [self._view(one.block) for one in self._storing],
                 deadline_s=self._deadline_s,
+                tenant=tenant,
             )
         finally:
             self._counters.pool_stored += stored

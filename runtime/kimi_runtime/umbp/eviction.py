@@ -75,9 +75,9 @@ class Idle:
             if block is not None:
                 self.add(block)
 
-    def room(self, asking: Account) -> int:
+    def room(self, now_s: float, asking: Account) -> int:
         """Pages that `victim` would give for a put of `asking`, at least."""
-        shares = self._accounts.shares(asking)
+        shares = self._accounts.shares(now_s, asking)
         others = sum(
             min(account.idle_pages, max(0, int(account.used_pages - share)))
             for account, share in shares.items()
@@ -94,7 +94,7 @@ class Idle:
         """
         blocks = [
             block
-            for account in self._losers(asking, own=own)
+            for account in self._losers(now_s, asking, own=own)
             for (standing, _), queue in self._queues[account].items()
             for block in _heads(queue, _LOOK_AT[standing])
         ]
@@ -102,10 +102,10 @@ class Idle:
         chosen = min(zip(worths, range(len(blocks)), strict=True), default=None)
         return None if chosen is None else blocks[chosen[1]]
 
-    def _losers(self, asking: Account | None, *, own: bool) -> list[Account]:
+    def _losers(self, now_s: float, asking: Account | None, *, own: bool) -> list[Account]:
         if own:
             return [a for a in (asking,) if a is not None and a.idle_pages]
-        shares = self._accounts.shares(asking)
+        shares = self._accounts.shares(now_s, asking)
         above = [a for a, share in shares.items() if a.idle_pages and a.used_pages > share]
         if asking is None:
             return above or [a for a in shares if a.idle_pages]

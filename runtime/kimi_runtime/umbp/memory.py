@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import platform
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ ALLOCATE_THREADS = 8
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_DEFAULT, _MPOL_BIND = 0, 2
+_POPULATE = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14."""
 
 log = logging.getLogger(__name__)
 
@@ -140,14 +143,45 @@ def _allocate(descriptor: int, shape: Shape, size: int, spec: UmbpSpec) -> None:
         at = end
     ranges.append((at, size - at, None))
 
-    def back(part: tuple[int, int, int | None]) -> None:
-        start, length, node = part
-        with _on_node(node):
-            if length:
-                os.posix_fallocate(descriptor, start, length)
+    with (
+        _mapped(descriptor, size) as address,
+        ThreadPoolExecutor(min(ALLOCATE_THREADS, os.cpu_count() or 1)) as threads,
+    ):
 
-    with ThreadPoolExecutor(min(ALLOCATE_THREADS, os.cpu_count() or 1)) as threads:
+        def back(part: tuple[int, int, int | None]) -> None:
+            start, length, node = part
+            if length:
+                with _on_node(node):
+                    os.posix_fallocate(descriptor, start, length)
+                    _touch(address + start, length)
+
         list(threads.map(back, ranges))
+
+
+@contextlib.contextmanager
+def _mapped(descriptor: int, size: int) -> Iterator[int]:
+    """The address at which the file is mapped for now."""
+    os.ftruncate(descriptor, size)
+    with mmap.mmap(descriptor, size) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        try:
+            yield ctypes.addressof(first)
+        finally:
+            del first  # the mapping can't be closed while it is there
+
+
+def _touch(address: int, length: int) -> None:
+    """Have the kernel zero what it has only set aside, here and not at an engine's first store.
+
+    By ctypes, because `mmap.madvise` keeps the interpreter to itself. An older kernel declines.
+    """
+    page = mmap.PAGESIZE
+    start = address // page * page
+    _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + length - start), _POPULATE)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -173,8 +207,7 @@ def _set_policy(mode: int, node: int | None) -> None:
     if node is not None:
         bits = 8 * ctypes.sizeof(ctypes.c_ulong)
         mask[node // bits] = 1 << node % bits
-    libc = ctypes.CDLL(None, use_errno=True)
     where = (None, 0) if node is None else (mask, 8 * ctypes.sizeof(mask))
-    if libc.syscall(number, mode, *where):
+    if _libc().syscall(number, mode, *where):
         failed = os.strerror(ctypes.get_errno())
         raise ConfigError(f"no memory can be had of NUMA node {node}: {failed}; see numa_nodes")

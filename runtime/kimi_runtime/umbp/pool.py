@@ -139,6 +139,7 @@ class Pool:
             block = self._blocks[key]
             block.uses += 1
             block.used_s = _at(now_s, block.used_s)
+            block.account.heard(now_s)
             self.retention.used(key)
         self._idle.warm(used[::-1])
 
@@ -268,6 +269,7 @@ class Pool:
             self._idle.remove(block.key)
             block.pins += 1
             block.used_s = _at(now_s, block.used_s)
+            block.account.heard(now_s)
         if run:
             self._pins[pinned.number] = pinned
         self.counters.pinned += len(run)
@@ -389,6 +391,7 @@ class Pool:
             account, pages = self.accounts.of(one.tenant), sum(e.pages for e in one.extents)
             where = (one.key, one.generation, one.size, pages, one.extents, one.tags)
             block = Block(*where, account, one.priority, now_s)
+            account.heard(now_s)
             self.accounts.use(account, pages)
             self._blocks[one.key] = block
             self._idle.add(block)
@@ -410,6 +413,7 @@ class Pool:
         now_s: float,
         evict: bool,
     ) -> Granted | None:
+        account.heard(now_s)
         pages = -(-size // self.page_bytes)
         extents = self._make_room(pages, account, evict, now_s)
         if extents is None:
@@ -436,7 +440,7 @@ class Pool:
         if over > (account.idle_pages if evict else 0):
             self.counters.over_quota += 1
             return None
-        if pages > self._pages.free + (self._idle.room(account) if evict else 0):
+        if pages > self._pages.free + (self._idle.room(now_s, account) if evict else 0):
             return None  # evicting would not be enough: leave what is here
         leave = account.used_pages - over
         while self._pages.free < pages or account.used_pages > leave:

@@ -7,6 +7,7 @@ and from its own tenant; who is within its share loses nothing to others. A *quo
 whatever is free; pages that are only reserved count, so writers can't pass it together.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ MAX_ACCOUNTS = 256
 """Tenants accounted for by themselves at a time; those beyond share one account."""
 
 OTHERS = ""
+
+QUIET_S = 600.0
+"""A tenant not heard of for this long has no share: what it holds is anybody's room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,13 @@ class Account:
     terms: Terms
     used_pages: int = 0
     idle_pages: int = 0
+    heard_s: float = 0.0
+    """When it last put or used a block."""
+
+    def heard(self, now_s: float) -> None:
+        """It does something now; what the daemon does without an end (`inf`) is nobody's."""
+        if math.isfinite(now_s):
+            self.heard_s = max(self.heard_s, now_s)
 
 
 class Accounts:
@@ -67,10 +78,14 @@ class Accounts:
         else:
             self._accounts.pop(account.name, None)
 
-    def shares(self, asking: Account | None = None) -> dict[Account, float]:
+    def shares(self, now_s: float, asking: Account | None = None) -> dict[Account, float]:
         """Pages each account in use is entitled to; `asking` counts as one of them."""
         using = list(self._accounts.values())
         if asking is not None and asking.name not in self._accounts:
             using.append(asking)
-        weights = sum(account.terms.weight for account in using)
-        return {a: self.total_pages * a.terms.weight / weights for a in using}
+        weights = {
+            a: 0.0 if a is not asking and now_s - a.heard_s > QUIET_S else a.terms.weight
+            for a in using
+        }
+        total = sum(weights.values()) or 1.0
+        return {a: self.total_pages * weight / total for a, weight in weights.items()}

@@ -97,6 +97,16 @@ async def test_what_another_worker_computed_comes_from_the_pool():
         assert answer.ids == await alone(prompt(1, 22), 6)
 
 
+async def test_every_tenant_s_blocks_are_put_under_its_name():
+    pool = MemoryPool()
+    async with hash_engine(Setup(pool=pool)) as engine:
+        for tenant in ("one", "two"):
+            asked = request(prompt(1, 22), 6).model_copy(update={"tenant": tenant})
+            await engine.generate(asked)
+        await engine.engine.drain(within_s=5.0)
+    assert (pool.tenants, len(pool.blocks)) == ({"one", "two"}, 12)
+
+
 async def test_the_pool_hears_of_blocks_that_were_found_here():
     pool = MemoryPool()
     async with hash_engine(Setup(pool=pool)) as engine:

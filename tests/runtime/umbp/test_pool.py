@@ -12,7 +12,7 @@ from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.journal import Kept, KeptBlock, KeptReservation
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.retention import Hint, Retention
-from kimi_runtime.umbp.tenants import Accounts, Terms
+from kimi_runtime.umbp.tenants import QUIET_S, Accounts, Terms
 
 PAGE = 100
 TTL_S, LEASE_S = 30.0, 10.0
@@ -370,10 +370,17 @@ class PoolMachine(RuleBasedStateMachine):
         return {account.name: account.used_pages for account in self.pool.accounts}
 
     def nobody_lost_what_is_theirs(self, tenant, before):
-        weights = {name: 2.0 if name == "large" else 1.0 for name in {*before, tenant}}
+        heard = {account.name: account.heard_s for account in self.pool.accounts} | {
+            tenant: self.now_s
+        }
+        weights = {
+            name: 2.0 if name == "large" else 1.0
+            for name in {*before, tenant}
+            if self.now_s - heard.get(name, 0.0) <= QUIET_S
+        }
         after = self.usage()
         for name, used in before.items():
-            share = 12 * weights[name] / sum(weights.values())
+            share = 12 * weights.get(name, 0.0) / sum(weights.values())
             if name != tenant and used <= share:
                 assert after.get(name, 0) == used
 

@@ -236,6 +236,17 @@ def test_a_tenant_above_its_share_with_all_pinned_is_refused_rather_than_helped_
     assert kept(pool, 1, 2, 3) == [1, 3]
 
 
+def test_a_tenant_long_silent_keeps_nothing_from_the_others():
+    pool = new_pool(pages=8)
+    put(pool, 1, 2, 3, tenant="gone")
+    put(pool, 9, tenant="also")
+    assert put(pool, *range(10, 18), tenant="here", now_s=601.0) == 8
+    assert {account.name for account in pool.accounts} == {"here"}
+    put(pool, 1, tenant="gone", now_s=602.0)
+    assert kept(pool, 1) == [1]
+    pool.check_integrity()
+
+
 def test_tenants_beyond_the_accounts_share_one():
     accounts = Accounts(10**6, {"known": Terms(weight=5.0)})
     for n in range(MAX_ACCOUNTS + 20):

@@ -171,6 +171,7 @@ class ReferenceAdapter:
             chain=chain,
             rank=rank_of(asked.priority, arrived_s, background_delay_s=BACKGROUND_DELAY_S),
             priority=asked.priority,
+            tenant=asked.tenant,
             samples=_samples(asked),
         )
         if asked.kv.keys and asked.kv.keys != hex_keys(chain.keys[: len(asked.kv.keys)]):
