@@ -198,12 +198,12 @@ class ArenaClient:
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now."""
         check_store(keys, blocks, self._group_bytes)
-        ends_s, done = _now_s() + deadline_s, 0
+        ends_s, done, mine = _now_s() + deadline_s, 0, 0
         with self._lock:
             while done < len(keys):
                 part = slice(done, done + KEYS_A_CALL)
                 try:
-                    asked, kept = self._store_part(
+                    asked, kept, mine = self._store_part(
                         keys[part], blocks[part], ends_s, tenant, priority
                     )
                 except (_Lost, TimeoutError):
@@ -211,7 +211,8 @@ class ArenaClient:
                 done += kept
                 if kept < asked or not asked:
                     break
-            self._touch(keys[:done])
+            if done > mine:  # what one commit made visible is in order already
+                self._touch(keys[:done])
         return done
 
     def used(self, keys: Sequence[bytes]) -> None:
@@ -303,7 +304,8 @@ class ArenaClient:
         ends_s: float,
         tenant: str,
         priority: Priority,
-    ) -> "tuple[int, int]":
+    ) -> "tuple[int, int, int]":
+        """How many keys were asked for, how many leading ones are kept, how many were put now."""
         views = [flat(block) for block in blocks]
         items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
         asked = payloads.pack_reserve(items, tenant, priority)
@@ -330,8 +332,10 @@ class ArenaClient:
         if unwritten:
             self._number(Op.ABORT, payloads.pack_generations(unwritten), answer_s)
         kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
-        kept |= {n for n, s in zip(mine, states, strict=False) if s is not Commitment.EXPIRED}
-        return len(grants), next((n for n in range(len(grants)) if n not in kept), len(grants))
+        fresh = {n for n, s in zip(mine, states, strict=False) if s is not Commitment.EXPIRED}
+        kept |= fresh
+        run = next((n for n in range(len(grants)) if n not in kept), len(grants))
+        return len(grants), run, len(fresh)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Keep the head of a chain warmer than what hangs on it."""

@@ -131,7 +131,8 @@ def _new(spec: UmbpSpec, shape: Shape, epoch: int) -> Arena:
 def _allocate(descriptor: int, shape: Shape, size: int, spec: UmbpSpec) -> None:
     """Back every byte of the file, each segment on its node, with several threads."""
     there = os.fstatvfs(descriptor)
-    if there.f_bavail * there.f_frsize < size:  # said at once, not after minutes
+    # said at once, not after minutes; a hugetlbfs without a limit says nothing here
+    if there.f_blocks and there.f_bavail * there.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     ranges: list[tuple[int, int, int | None]] = [(0, shape.data_at, None)]
     at = shape.data_at
