@@ -104,14 +104,14 @@ class World:
             await self.reconciler.run_pass(KEY)
 
     async def settle(self, *, until: Callable[[], bool] | None = None) -> int:
-        """Passes and controllers in turn until nothing is written any more; how many passes."""
+        """Passes and controllers in turn until neither changes anything any more; how many passes."""
         for count in range(1, MOST_PASSES + 1):
-            before = len(self.kube.writes)
+            before = self.kube.version
             wait_s = await self.reconciler.run_pass(KEY)
             self.controllers.settle()
             if until is not None and until():
                 return count
-            if len(self.kube.writes) == before and self.reconciler.cache.deployment(KEY):
+            if self.kube.version == before and self.reconciler.cache.deployment(KEY):
                 if wait_s is None or wait_s >= 300:
                     return count
                 self.now_s += wait_s
