@@ -104,7 +104,7 @@ class World:
             await self.reconciler.run_pass(KEY)
 
     async def settle(self, *, until: Callable[[], bool] | None = None) -> int:
-        """Passes and controllers in turn until neither changes anything any more; how many passes."""
+        """Passes and controllers in turn until neither changes anything; how many passes."""
         for count in range(1, MOST_PASSES + 1):
             before = self.kube.version
             wait_s = await self.reconciler.run_pass(KEY)
