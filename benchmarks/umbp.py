@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kimi_connect.client import ArenaClient
 from kimi_connect.copying import copy_bytes
-from kimi_connect.tags import LEAF_DIGEST_BYTES, leaf_count
+from kimi_connect.tags import LEAF_DIGEST_BYTES, Leaves, leaf_count
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp import tags
@@ -100,21 +100,31 @@ def copied(into: Sequence[memoryview], blocks: Sequence[memoryview]) -> None:
             copy_bytes(target[at : at + PIECE], source[at : at + PIECE])
 
 
-def transfers(tagged: ArenaClient, bare: ArenaClient, rounds: int) -> list[tuple[str, ...]]:
-    """Rows of put and get by size and batch."""
+@contextlib.contextmanager
+def clients_of(folder: Path, leaves: Sequence[Leaves]) -> Iterator[list[ArenaClient]]:
+    """A daemon's clients, one per leaf function."""
+    with daemon(folder) as (socket, call_key), contextlib.ExitStack() as owned:
+        clients = [ArenaClient(socket, call_key, leaves=function) for function in leaves]
+        for client in clients:
+            owned.callback(client.close)
+        yield clients
+
+
+def transfers(folder: Path, rounds: int) -> list[tuple[str, ...]]:
+    """Rows of put and get by size and batch; each size has a pool of its own, as a model has."""
     rows = []
     far = memoryview(bytearray(os.urandom(1 << 20)) * (2 * max(SIZES) * max(BATCHES) >> 20))
     for size in SIZES:
         source = [memoryview(os.urandom(size)) for _ in range(max(BATCHES))]
         target = [memoryview(bytearray(size)) for _ in range(max(BATCHES))]
-        for batch in BATCHES:
-            row = [format_bytes(size), str(batch)]
-            for memcpy_s, *own_s in transfer(
-                (bare, tagged), source[:batch], target[:batch], far, rounds
-            ):
-                row.append(f"{batch * size / memcpy_s / 1e9:.1f}")
-                row += [f"{memcpy_s / seconds:.2f}" for seconds in own_s]
-            rows.append(tuple(row))
+        with clients_of(folder, (no_leaves, tags.leaves)) as clients:
+            for batch in BATCHES:
+                row = [format_bytes(size), str(batch)]
+                moved = transfer(clients, source[:batch], target[:batch], far, rounds)
+                for memcpy_s, *own_s in moved:
+                    row.append(f"{batch * size / memcpy_s / 1e9:.1f}")
+                    row += [f"{memcpy_s / seconds:.2f}" for seconds in own_s]
+                rows.append(tuple(row))
     return rows
 
 
@@ -192,16 +202,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(dir=options.folder) as folder,
-        daemon(Path(folder)) as (socket, call_key),
-    ):
-        tagged, asking = (ArenaClient(socket, call_key, leaves=tags.leaves) for _ in range(2))
-        bare = ArenaClient(socket, call_key, leaves=no_leaves)
-        rows = transfers(tagged, bare, options.rounds)
-        times = latencies(tagged, asking, bare, options.rounds)
-        for client in (tagged, asking, bare):
-            client.close()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = transfers(Path(folder), options.rounds)
+        with clients_of(Path(folder), (tags.leaves, tags.leaves, no_leaves)) as clients:
+            times = latencies(*clients, rounds=options.rounds)
     print(f"{'':>15}{'memcpy':>10}{'put, of memcpy':>20}{'memcpy':>14}{'get, of memcpy':>20}")
     print(f"{'block':>8}{'batch':>7}", end="")
     print(2 * f"{'GB/s':>10}{'no tags':>12}{'tags':>8}    ")

@@ -1,6 +1,6 @@
 """Copying blocks between an arena and an engine's memory, with their tags. Blocking; for threads.
 
-Both functions look at `stop` before every megabyte, so that a caller whose deadline passed can wait
+The functions look at `stop` before every piece, so that a caller whose deadline passed can wait
 for the copy to end instead of leaving a thread that still writes.
 """
 
@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kimi_connect.arena import Arena
-from kimi_connect.copying import PIECE_BYTES, copy_bytes
-from kimi_connect.tags import Leaves, block_tags
+from kimi_connect.copying import copy_bytes
+from kimi_connect.tags import Leaves, tag_of_leaves
 from kimi_connect.wire import Granted, GroupTag, PinnedBlock
 
 Stop = Callable[[], bool]
+
+PIECE_BYTES = 256 << 10
+"""Copied and tagged at a time: whole leaves, and what a core's own cache holds."""
 
 
 class CopiedOut(NamedTuple):
@@ -40,17 +43,14 @@ def copy_out(
     """
     for position, (key, block, target) in enumerate(zip(keys, pinned, into, strict=False)):
         target = flat(target)
-        if block.size != target.nbytes:
+        sizes = [group.size for group in block.tags]
+        if block.size != target.nbytes or sum(sizes) != block.size:
             return CopiedOut(position, position)
-        at = 0
-        for part in arena.parts(block.extents, block.size):
-            for start in range(0, part.nbytes, PIECE_BYTES):
-                if stop():
-                    return CopiedOut(position)
-                piece = part[start : start + PIECE_BYTES]
-                copy_bytes(target[at : at + piece.nbytes], piece)
-                at += piece.nbytes
-        if not _intact(key, target, block.tags, leaves):
+        parts = list(arena.parts(block.extents, block.size))
+        tags = _copied(key, sizes, [target], parts, leaves, stop, checked=target)
+        if tags is None:
+            return CopiedOut(position)
+        if tags != tuple(group.tag for group in block.tags):
             return CopiedOut(position, position)
     return CopiedOut(min(len(pinned), len(into)))
 
@@ -97,18 +97,63 @@ def copy_in(
     written: list[tuple[int, tuple[GroupTag, ...]]] = []
     for key, grant, block in zip(keys, granted, blocks, strict=False):
         source = flat(block)
-        at = 0
-        for part in arena.parts(grant.extents, source.nbytes):
-            for start in range(0, part.nbytes, PIECE_BYTES):
-                if stop():
-                    return written
-                piece = part[start : start + PIECE_BYTES]
-                copy_bytes(piece, source[at : at + piece.nbytes])
-                at += piece.nbytes
         groups = group_bytes or (source.nbytes,)
-        tags = block_tags(key, groups, source, leaves)
+        parts = list(arena.parts(grant.extents, source.nbytes))
+        tags = _copied(key, groups, parts, [source], leaves, stop, checked=source)
+        if tags is None:
+            return written
         written.append((grant.generation, tuple(map(GroupTag, groups, tags))))
     return written
+
+
+def _copied(
+    key: bytes,
+    groups: Sequence[int],
+    into: Sequence[memoryview],
+    source: Sequence[memoryview],
+    leaves: Leaves,
+    stop: Stop,
+    *,
+    checked: memoryview,
+) -> "tuple[bytes, ...] | None":
+    """Copy a block that lies in parts, and tag one side of it; None if it was stopped.
+
+    A piece is tagged right after it was copied, while it is in the processor's cache.
+    """
+    spans = _spans(into, source)
+    tags, start, first_span = [], 0, 0
+    for group, size in enumerate(groups):
+        digests = []
+        for at in range(start, start + size, PIECE_BYTES):
+            if stop():
+                return None
+            end = min(at + PIECE_BYTES, start + size)
+            while spans[first_span][0] + spans[first_span][1].nbytes <= at:
+                first_span += 1
+            for number in range(first_span, len(spans)):
+                first, target, piece = spans[number]
+                if first >= end:
+                    break
+                low, high = max(at, first) - first, min(end, first + piece.nbytes) - first
+                copy_bytes(target[low:high], piece[low:high])
+            digests.append(leaves(checked[at:end]))
+        tags.append(tag_of_leaves(key, group, size, b"".join(digests)))
+        start += size
+    return tuple(tags)
+
+
+def _spans(
+    into: Sequence[memoryview], source: Sequence[memoryview]
+) -> "list[tuple[int, memoryview, memoryview]]":
+    """Where the bytes of one side's parts belong in the other's: offset, target, source."""
+    one = into[0] if len(into) == 1 else None
+    at, spans = 0, []
+    for part in source if one is not None else into:
+        end = at + part.nbytes
+        pair = (one[at:end], part) if one is not None else (part, source[0][at:end])
+        spans.append((at, *pair))
+        at = end
+    return spans
 
 
 def check_store(
@@ -123,13 +168,6 @@ def check_store(
             raise ValueError(f"a block of {block.nbytes} bytes for layer groups of {size}")
         if not block.nbytes:
             raise ValueError("a block has at least one byte")
-
-
-def _intact(key: bytes, block: memoryview, tags: Sequence[GroupTag], leaves: Leaves) -> bool:
-    groups = [group.size for group in tags]
-    if sum(groups) != block.nbytes:
-        return False
-    return block_tags(key, groups, block, leaves) == tuple(group.tag for group in tags)
 
 
 def flat(view: memoryview) -> memoryview:

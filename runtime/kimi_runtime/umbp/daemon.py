@@ -45,6 +45,8 @@ from kimi_runtime.units import format_bytes
 MIN_PAGE_BYTES = 512
 SOCKET_PATH_BYTES = 107
 CLOSE_S = 2.0
+TRIM_BLOCKS = 32
+"""Evicted at a time beside requests, which wait a millisecond for it."""
 
 log = logging.getLogger(__name__)
 
@@ -232,8 +234,10 @@ async def _expire(clients: Clients, publish: _Publisher) -> None:
     while True:
         await asyncio.sleep(tick_s)
         pool.expire(clock.now_s())
-        pool.trim(clock.now_s())
         clients.sweep()
+        while pool.trim(clock.now_s(), TRIM_BLOCKS) == TRIM_BLOCKS:
+            publish()
+            await asyncio.sleep(0)
         publish()
 
 

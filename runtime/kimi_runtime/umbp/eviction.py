@@ -77,6 +77,8 @@ class Idle:
 
     def room(self, now_s: float, asking: Account) -> int:
         """Pages that `victim` would give for a put of `asking`, at least."""
+        if self._accounts.only(asking):
+            return asking.idle_pages
         shares = self._accounts.shares(now_s, asking)
         others = sum(
             min(account.idle_pages, max(0, int(account.used_pages - share)))
@@ -103,7 +105,7 @@ class Idle:
         return None if chosen is None else blocks[chosen[1]]
 
     def _losers(self, now_s: float, asking: Account | None, *, own: bool) -> list[Account]:
-        if own:
+        if own or (asking is not None and self._accounts.only(asking)):
             return [a for a in (asking,) if a is not None and a.idle_pages]
         shares = self._accounts.shares(now_s, asking)
         above = [a for a, share in shares.items() if a.idle_pages and a.used_pages > share]

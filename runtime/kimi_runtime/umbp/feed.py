@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import groupby, islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import TypeAdapter
 
@@ -74,14 +74,14 @@ class FeedLog:
         for key in keys:
             if key not in self._held:
                 self._held[key] = None
-                self._append(FeedEvent(op="add", key=key.hex()))
+                self._append(_event("add", key))
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """The owner no longer holds `keys`; keys it did not hold are passed over."""
         for key in keys:
             if key in self._held:
                 del self._held[key]
-                self._append(FeedEvent(op="remove", key=key.hex()))
+                self._append(_event("remove", key))
 
     def clear(self) -> None:
         """The owner holds nothing any more."""
@@ -134,6 +134,11 @@ class FeedLog:
     def _append(self, event: FeedEvent) -> None:
         self.seq += 1
         self._events.append(event)
+
+
+def _event(op: Literal["add", "remove"], key: bytes) -> FeedEvent:
+    """Not validated: a hexadecimal key is one by its making, and every put and eviction passes."""
+    return FeedEvent.model_construct(op=op, key=key.hex())
 
 
 class FollowState(StrEnum):

@@ -21,7 +21,7 @@ MAX_LOAD, START_LOAD = 0.7, 0.45
 """Of a table when it is left for another, and at most of one that is begun."""
 
 MIN_BITS = 7
-MOVED_BUCKETS = 2048
+MOVED_BUCKETS = 512
 """Buckets moved, or swept, by a call that changes something, at least."""
 
 MAX_SETS = 65_536

@@ -58,6 +58,7 @@ class Pool:
     _blocks: dict[bytes, Block] = field(default_factory=dict)
     _reservations: dict[int, Reservation] = field(default_factory=dict)
     _pins: dict[int, Pinned] = field(default_factory=dict)
+    _trimming: bool = False
     _number: int = 0
     _cleared_at: int = 0
 
@@ -316,19 +317,21 @@ class Pool:
         for pinned in [p for p in self._pins.values() if now_s >= p.expires_s]:
             self._lapse(pinned)
 
-    def trim(self, now_s: float) -> int:
-        """Evict down to the low watermark if the high one is passed; how many went.
+    def trim(self, now_s: float, at_most: int = 1 << 30) -> int:
+        """Evict down to the low watermark if the high one was passed; how many went.
 
-        Done beside requests, so that a put finds free pages and needs not wait for a choice.
+        Done beside requests, so that a put finds free pages and needs not wait for a choice. After
+        `at_most` blocks it has not come to an end, and goes on with the next call.
         """
         evicted = 0
-        if self._pages.free < (1.0 - self.high) * self.total_pages:
-            while self._pages.free < (1.0 - self.low) * self.total_pages:
-                victim = self._idle.victim(now_s)
-                if victim is None:
-                    break
-                self._evict(victim)
-                evicted += 1
+        self._trimming |= self._pages.free < (1.0 - self.high) * self.total_pages
+        while self._trimming and evicted < at_most:
+            victim = self._idle.victim(now_s)
+            if victim is None or self._pages.free >= (1.0 - self.low) * self.total_pages:
+                self._trimming = False
+                break
+            self._evict(victim)
+            evicted += 1
         return evicted
 
     def evict(self, blocks: int, now_s: float = 0.0) -> list[bytes]:

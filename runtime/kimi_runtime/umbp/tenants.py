@@ -70,6 +70,10 @@ class Accounts:
             account = self._accounts.get(tenant)
         return account or Account(tenant, self._terms.get(tenant, self._default))
 
+    def only(self, account: Account) -> bool:
+        """Whether nobody else uses any page."""
+        return len(self._accounts) == (account.name in self._accounts)
+
     def use(self, account: Account, pages: int) -> None:
         """An account takes pages (or gives back, if negative); an empty one is closed."""
         account.used_pages += pages

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from kimi_connect.arena import Shape, create_arena, reopen_arena
 from kimi_connect.blocks import copy_in, copy_local, copy_out
 from kimi_connect.directory import CELL_BYTES, PROBE, Cells
-from kimi_connect.wire import Extent, Grant, GroupTag, PinnedBlock, Priority
+from kimi_connect.wire import Extent, Grant, Granted, GroupTag, PinnedBlock, Priority
 from kimi_runtime.umbp.cells import CellJournal
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.journal import Kept
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.records import Block, Reservation
-from kimi_runtime.umbp.tags import leaves
+from kimi_runtime.umbp.tags import block_tags, leaves
 from kimi_runtime.umbp.tenants import Account, Terms
 
 PAGE = 512
@@ -298,6 +298,38 @@ def test_an_entry_says_what_was_written_however_long_it_is(tmp_path_factory, tag
     assert not arena.directory.unchanged(entry)
     assert all(not any(arena.table[at + 8 : at + 48]) for at in range(0, 24 * CELL_BYTES, 128))
     assert len(journal._free_spares) == SHAPE.cells.spares
+    arena.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    groups=st.lists(st.integers(1, 700_000), min_size=1, max_size=4),
+    order=st.permutations(range(8)),
+    seed=st.integers(0, 255),
+)
+def test_tags_made_while_copying_are_those_of_the_whole_block(
+    tmp_path_factory, groups, order, seed
+):
+    """However the block is cut into groups, and wherever its pages lie."""
+    size, page = sum(groups), 4096
+    path = str(tmp_path_factory.mktemp("arena") / "arena")
+    arena = create_arena(path, page_bytes=page, pages=8 * 90, epoch=1)
+    pages = -(-size // page)
+    extents = tuple(
+        Extent(90 * place, min(90, pages - 90 * number))
+        for number, place in enumerate(order)
+        if pages > 90 * number
+    )
+    source = content(seed, size)
+    granted = Granted(Grant.RESERVED, 1, extents)
+    ((_, tags),) = copy_in(arena, [key(1)], [granted], [source], groups, leaves, no_stop)
+    assert tuple(tag.tag for tag in tags) == block_tags(key(1), groups, source)
+    back = memoryview(bytearray(size))
+    pinned = [PinnedBlock(1, size, tags, extents)]
+    assert copy_out(arena, [key(1)], pinned, [back], leaves, no_stop).good == 1
+    assert back == source
+    next(arena.parts(extents[-1:], 1))[0] ^= 1
+    assert copy_out(arena, [key(1)], pinned, [back], leaves, no_stop) == (0, 0)
     arena.close()
 
 
