@@ -29,6 +29,10 @@ class Routes:
             "ssd": node.drive,  # what is read once serves all ranks
             "pool": node.host_link,
         }
+        self.near_per_byte_s = 1 / node.gpu_link.rate
+        """No hand-off within a node is faster."""
+        self.far_per_byte_s = 1 / node.nic.rate
+        """None from another node is."""
         self._known: set[str] = set()
         self._inbound: dict[str, tuple[str, ...]] = {}
         self._outbound: dict[str, tuple[str, ...]] = {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kimi_runtime.router.cost.decode import DecodeLeg, decode_leg
+from kimi_runtime.router.cost.floors import decode_floors, prefill_floors, whole_floors
 from kimi_runtime.router.cost.hits import Found, Sources
 from kimi_runtime.router.cost.join import Joiner
 from kimi_runtime.router.cost.prefill import floor, legs, read_bytes
@@ -22,19 +23,13 @@ L = TypeVar("L")
 
 @dataclass(slots=True)
 class _Right:
-    """A decode leg in a search; what pairs with it cost beyond their prefill leg, at least."""
+    """A decode worker in a search. Its leg is made when it is looked at."""
 
-    far_s: float
-    """With a prefill worker on another node."""
-    near_s: float
-    """With one on the same node."""
-    leg: DecodeLeg
-    size: float
-
-    def alike(self) -> tuple[object, ...]:
-        """Equal for legs that cost the same with any prefill worker elsewhere."""
-        leg = self.leg
-        return (self.far_s, self.size, leg.wait_s, leg.wait_var, leg.var, leg.step_s, leg.e_evict)
+    floor_s: float
+    """What pairs with it cost beyond their prefill leg, at least."""
+    worker: WorkerView
+    leg: DecodeLeg | None = None
+    size: float = 0.0
 
 
 class Search:
@@ -45,51 +40,93 @@ class Search:
     ) -> None:
         self.joiner, self.context, self._exhaustive = joiner, joiner.context, exhaustive
         self.left_out = 0
-        """Workers, or pairs, that were not priced."""
+        """Workers that were not priced, and searches for a pair that ended early."""
         self._sources = Sources(joiner.context.request, peers)
         self._least_z = min(joiner.z[mode] for mode in (Mode.EXTEND, Mode.FETCH, Mode.SPLIT))
 
     def whole(self, workers: Iterable[WorkerView]) -> None:
         """Plans with one worker that does it all."""
-        floors = []
-        for worker in workers:
-            seat = Seat(self.context, worker, whole=True)
-            found, decode = self._sources.of(worker), decode_leg(seat)
-            floors.append((self._whole_floor_s(seat, found, decode), seat, found, decode))
-        floors.sort(key=_first)
-        for floor_s, seat, found, decode in floors:
-            if self._hopeless(floor_s, seat.worker):
-                self.left_out += 1
-                continue
-            for leg in legs(seat, found):
-                self.joiner.whole(leg, decode)
+        for floor_s, worker, found in self._by_floor(workers, whole=True):
+            if not self._hopeless(floor_s, worker):
+                seat = Seat(self.context, worker, whole=True)
+                decode = decode_leg(seat)
+                if not self._hopeless(self._whole_floor_s(seat, found, decode), worker):
+                    for leg in legs(seat, found):
+                        self.joiner.whole(leg, decode)
+                    continue
+            self.left_out += 1
 
     def pairs(self, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
         """Plans with a worker for each leg."""
-        right = self._rights(decodes, max(worker.streams for worker in prefills))
+        routes = self.context.routes
+        streams = max(worker.streams for worker in prefills)
+        # of a hand-off that overlaps in G layer groups, 1 / G is never hidden
+        far = self._rights(decodes, routes.far_per_byte_s / streams)
+        nodes = {worker.node for worker in prefills} - {""}
         near: dict[str, list[_Right]] = {}
-        for one in right:
-            if one.leg.worker.node:
-                near.setdefault(one.leg.worker.node, []).append(one)
-        left = []
-        for worker in prefills:
-            seat = Seat(self.context, worker, whole=False)
-            found = self._sources.of(worker)
-            left.append((self._prefill_floor_s(seat, found), seat, found))
-        left.sort(key=_first)
-        far = self._twins_left_out(
-            right, lambda one: one.far_s, lambda one: (one.leg.worker, one.alike())
-        )
-        apart = {
-            id(one)
-            for one in self._twins_left_out(
-                left, lambda one: one[0], lambda one: (one[1].worker, _alike(*one))
-            )
-        }
+        here = [worker for worker in decodes if worker.node in nodes]
+        if here:
+            for one in self._rights(here, routes.near_per_byte_s / streams):
+                near.setdefault(one.worker.node, []).append(one)
+        far = self._twins_left_out(far, lambda one: one.floor_s, self._decode_twin)
+        left = self._by_floor(prefills, whole=False)
+        apart = {id(leg) for leg in self._twins_left_out(left, _first, self._prefill_twin)}
         for leg in left:
-            floor_s, seat, found = leg
-            others = far if id(leg) in apart else ()
-            self._with(seat, found, floor_s, near.get(seat.worker.node, ()), others)
+            self._with(leg, near.get(leg[1].node, ()), near=True)
+            if id(leg) in apart:
+                self._with(leg, far, near=False)
+
+    def _rights(self, decodes: Sequence[WorkerView], per_byte_s: float) -> list[_Right]:
+        least_s = decode_floors(self.context, decodes, per_byte_s=per_byte_s)
+        right = [_Right(floor_s, one) for floor_s, one in zip(least_s, decodes, strict=True)]
+        right.sort(key=lambda one: one.floor_s)
+        return right
+
+    def _by_floor(
+        self, workers: Iterable[WorkerView], *, whole: bool
+    ) -> list[tuple[float, WorkerView, Found]]:
+        """Workers with the floors under their costs, lowest first, and whom each can read from."""
+        listed = list(workers)
+        if not listed:
+            return []
+        found = [self._sources.of(worker) for worker in listed]
+        deepest = [some[0][0] if some else 0 for some in found]
+        if whole:
+            least_s = whole_floors(self.context, listed, deepest, z=self._least_z)
+        else:
+            least_s = prefill_floors(self.context, listed, deepest, z=self.joiner.z[Mode.PD])
+        return sorted(zip(least_s, listed, found, strict=True), key=_first)
+
+    def _prefill_twin(
+        self, leg: tuple[float, WorkerView, Found]
+    ) -> tuple[WorkerView, tuple[object, ...]]:
+        """Equal for prefill workers that cost the same with any decode worker elsewhere."""
+        _, worker, found = leg
+        models = self.context.models
+        where = worker.node if found else ""  # what is read comes over other links
+        named = worker.name if any(source.name == worker.name for _, source in found) else ""
+        learned = (models.queues.factor(worker.name), models.hits.ratio(worker.name, "hbm"))
+        return worker, (where, named, id(found), *learned, *self._alike(worker))
+
+    def _decode_twin(self, one: _Right) -> tuple[WorkerView, tuple[object, ...]]:
+        """Equal for decode workers that cost the same with any prefill worker elsewhere."""
+        return one.worker, self._alike(one.worker)
+
+    def _alike(self, one: WorkerView) -> tuple[object, ...]:
+        return (
+            *(one.kind, one.waiting, one.running, one.queued_tokens, one.cached_tokens),
+            *(one.free_blocks, one.total_blocks, one.block_tokens, one.max_context_tokens),
+            *(one.max_running, one.releases, one.utilisation, one.unused_blocks),
+            *(one.space_price_s, one.checkpoints, one.certain, one.age_s, one.streams),
+            self.context.models.speeds(one.kind).bias(one.name),
+        )
+
+    def _made(self, one: _Right) -> DecodeLeg:
+        if one.leg is None:
+            seat = Seat(self.context, one.worker, whole=False)
+            one.leg = decode_leg(seat)
+            one.size = read_bytes(seat, self.context.request.prompt_tokens)
+        return one.leg
 
     def _twins_left_out(
         self,
@@ -119,8 +156,7 @@ class Search:
             links = (f"{worker.name}/in", f"{worker.name}/out")
             busy = any(self.context.flows.busy(link) for link in links)
             unlike = worker.name if busy or worker.name in self.context.request.owners else ""
-            load = worker.running + worker.waiting
-            twins = kept.setdefault((unlike, worker.certain, worker.age_s, load, *alike), [])
+            twins = kept.setdefault((unlike, *alike), [])
             twins.append((self.joiner.name(worker), worker.node, leg))
         first: list[L] = []
         for twins in kept.values():
@@ -130,42 +166,27 @@ class Search:
             first += [min(elsewhere, key=_first)[2]] if elsewhere else []
         return first
 
-    def _rights(self, decodes: Sequence[WorkerView], streams: int) -> "list[_Right]":
-        context, least_s = self.context, self.context.models.links.least_per_byte_s
-        right = []
-        for worker in decodes:
-            seat = Seat(context, worker, whole=False)
-            leg = decode_leg(seat)
-            size = read_bytes(seat, context.request.prompt_tokens)
-            alone_s = leg.step_s + leg.stream_s + leg.shared_s + leg.e_evict
-            # of a hand-off in G layer groups no more than 1 - 1/G is hidden
-            took = context.flows.seconds(context.routes.inbound(worker), size)
-            far_s = alone_s + (math.inf if took is None else took.mean / streams)
-            right.append(_Right(far_s, alone_s + size * least_s / streams, leg, size))
-        right.sort(key=lambda one: one.far_s)
-        return right
-
     def _with(
-        self,
-        seat: Seat,
-        found: Found,
-        floor_s: float,
-        near: "Sequence[_Right]",
-        far: "Sequence[_Right]",
+        self, leg: tuple[float, WorkerView, Found], decodes: Sequence[_Right], *, near: bool
     ) -> None:
-        """All pairs of one prefill worker that can be the best, on its node and elsewhere."""
+        """All pairs of one prefill worker that can be the best: on its node, or elsewhere."""
+        floor_s, worker, found = leg
         made = None
-        for others, beyond in ((near, False), (far, True)):
-            for one in others:
-                least_s = floor_s + (one.far_s if beyond else one.near_s)
-                if beyond and least_s >= self.joiner.best_end_s and not self._exhaustive:
-                    break
-                if self._hopeless(least_s, one.leg.worker, seat.worker):
-                    self.left_out += 1
-                    continue
-                made = legs(seat, found) if made is None else made
-                for leg in made:
-                    self.joiner.pair(leg, one.leg, one.size)
+        for one in decodes:
+            least_s = floor_s + one.floor_s
+            if least_s >= self.joiner.best_end_s and not self._exhaustive:
+                self.left_out += 1
+                return
+            if not near and worker.node and one.worker.node == worker.node:
+                continue
+            if self._hopeless(least_s, one.worker, worker):
+                self.left_out += 1
+                continue
+            if made is None:
+                made = legs(Seat(self.context, worker, whole=False), found)
+            decode = self._made(one)
+            for way in made:
+                self.joiner.pair(way, decode, one.size)
 
     def _hopeless(
         self, floor_s: float, decode: WorkerView, prefill: WorkerView | None = None
@@ -178,20 +199,6 @@ class Search:
         weight = self.context.prices.others * seat.queue_ratio + decode.interrupted
         risk_s = self._least_z * math.sqrt(var + decode.var)
         return ready_s + fixed_s + compute_s * weight + risk_s - seat.replica_s(0.0)
-
-    def _prefill_floor_s(self, seat: Seat, found: Found) -> float:
-        ready_s, compute_s, var = floor(seat, found, self.context.models.links.least_per_byte_s)
-        delays_s = compute_s * self.context.prices.others * seat.queue_ratio
-        return ready_s + delays_s + self.joiner.z[Mode.PD] * math.sqrt(var) - seat.replica_s(0.0)
-
-
-def _alike(floor_s: float, seat: Seat, found: Found) -> tuple[object, ...]:
-    """Equal for prefill workers that cost the same with any decode worker elsewhere."""
-    worker = seat.worker
-    where = worker.node if found else ""  # what is read comes over other links
-    named = worker.name if any(source.name == worker.name for _, source in found) else ""
-    fixed = (seat.wait_s, seat.wait_var, seat.bias, seat.local, seat.ratio, seat.queue_ratio)
-    return (floor_s, where, named, worker.streams, worker.cached_tokens, id(found), *fixed)
 
 
 def _first(one: Sequence[Any]) -> float:

@@ -70,10 +70,15 @@ class QueueRatios:
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
 
+    def factor(self, worker: str) -> tuple[float, float]:
+        """Real over expected wait, and the variance relative to its square."""
+        known = self._known.get(worker)
+        return (1.0, QUEUE_VAR) if known is None else (math.exp(known[0]), known[1])
+
     def wait(self, worker: str, expected_s: float) -> Estimate:
         """The wait behind work that should take `expected_s`."""
-        log, var, _ = self._known.get(worker, (0.0, QUEUE_VAR, QUEUE_COUNT))
-        mean = expected_s * math.exp(log)
+        factor, var = self.factor(worker)
+        mean = expected_s * factor
         return Estimate(mean, var * mean * mean)
 
     def observe(self, worker: str, *, expected_s: float, waited_s: float) -> None:
