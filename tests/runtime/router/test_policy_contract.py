@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from kimi_runtime.errors import Unavailable
 from kimi_runtime.router.plan import Mode
@@ -19,6 +20,7 @@ from kimi_runtime.spec.router import (
     LeastLoad,
     LlmdFilter,
     LongestPrefix,
+    PolicySpec,
     PowerOfTwo,
     RoundRobin,
 )
@@ -343,3 +345,10 @@ def test_llm_d_keeps_holders_until_they_are_far_behind():
 def test_infera_remembers_what_it_sent():
     counts = picks(InferaCost(), fleet(4), 80)
     assert max(counts.values()) - min(counts.values()) <= 2
+
+
+@pytest.mark.parametrize("spec", POLICIES, ids=lambda spec: spec.kind)
+def test_a_router_file_can_name_it(spec):
+    read = TypeAdapter(PolicySpec).validate_json(spec.model_dump_json())
+    assert read == spec
+    assert open_policy(read).choose(CHAT, fleet(1), now_s=0.0).decode == "w0"

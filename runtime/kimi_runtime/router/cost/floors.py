@@ -47,11 +47,20 @@ def prefill_floors(
 
 
 def decode_floors(
-    context: Context, workers: Sequence[WorkerView], *, per_byte_s: float
-) -> list[float]:
-    """Seconds that no pair costs less than beyond its prefill leg: hand-off at `per_byte_s`."""
+    context: Context, workers: Sequence[WorkerView]
+) -> tuple[list[float], list[float]]:
+    """Seconds that no pair costs less than beyond its prefill leg, without the hand-off.
+
+    The other list is the bytes that have to be handed over, at least.
+    """
     none = [0] * len(workers)
-    return _by_kind(context, workers, lambda group, _: group.decode(per_byte_s), none)
+    alone_s = _by_kind(context, workers, lambda group, _: group.decode(), none)
+    length = context.request.prompt_tokens
+    missing = [
+        context.kind(one.kind).prior.kv_token_bytes * (length - min(one.cached_tokens, length - 1))
+        for one in workers
+    ]
+    return alone_s, [(1 - ROUNDING) * size for size in missing]
 
 
 def _by_kind(
@@ -120,14 +129,12 @@ class _Group:
         risk_s = z * np.sqrt(wait_var + self.kind.relative_var * square)
         return np.asarray(ready_s + compute_s * delayed + risk_s - self._replica_s())
 
-    def decode(self, per_byte_s: float) -> Floats:
+    def decode(self) -> Floats:
         """One floor for each worker."""
         _, after_s, stream_s, slowed_s = self._decoding()
-        prices, length = self.context.prices, self.context.request.prompt_tokens
-        missing = length - np.minimum(self.cached, length - 1)
-        seen_s = missing * self.kind.prior.kv_token_bytes * per_byte_s
+        prices = self.context.prices
         slowed_s = prices.others * prices.stream * self.running * slowed_s
-        return np.asarray(after_s + stream_s + slowed_s + seen_s)
+        return np.asarray(after_s + stream_s + slowed_s)
 
     def _decoding(self) -> tuple[Floats, Floats, Floats, Floats]:
         """A step now and with one more row; the weighted answer; what each row loses to it."""

@@ -59,15 +59,19 @@ class Search:
     def pairs(self, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
         """Plans with a worker for each leg."""
         routes = self.context.routes
-        streams = max(worker.streams for worker in prefills)
         # of a hand-off that overlaps in G layer groups, 1 / G is never hidden
-        far = self._rights(decodes, routes.far_per_byte_s / streams)
+        streams = max(worker.streams for worker in prefills)
         nodes = {worker.node for worker in prefills} - {""}
         near: dict[str, list[_Right]] = {}
-        here = [worker for worker in decodes if worker.node in nodes]
-        if here:
-            for one in self._rights(here, routes.near_per_byte_s / streams):
-                near.setdefault(one.worker.node, []).append(one)
+        far: list[_Right] = []
+        alone_s, sizes = decode_floors(self.context, decodes)
+        for floor_s, size, worker in zip(alone_s, sizes, decodes, strict=True):
+            far.append(_Right(floor_s + size * routes.far_per_byte_s / streams, worker))
+            if worker.node in nodes:
+                one = _Right(floor_s + size * routes.near_per_byte_s / streams, worker)
+                near.setdefault(worker.node, []).append(one)
+        for some in (far, *near.values()):
+            some.sort(key=lambda one: one.floor_s)
         far = self._twins_left_out(far, lambda one: one.floor_s, self._decode_twin)
         left = self._by_floor(prefills, whole=False)
         apart = {id(leg) for leg in self._twins_left_out(left, _first, self._prefill_twin)}
@@ -75,12 +79,6 @@ class Search:
             self._with(leg, near.get(leg[1].node, ()), near=True)
             if id(leg) in apart:
                 self._with(leg, far, near=False)
-
-    def _rights(self, decodes: Sequence[WorkerView], per_byte_s: float) -> list[_Right]:
-        least_s = decode_floors(self.context, decodes, per_byte_s=per_byte_s)
-        right = [_Right(floor_s, one) for floor_s, one in zip(least_s, decodes, strict=True)]
-        right.sort(key=lambda one: one.floor_s)
-        return right
 
     def _by_floor(
         self, workers: Iterable[WorkerView], *, whole: bool
