@@ -104,7 +104,9 @@ def copied(into: Sequence[memoryview], blocks: Sequence[memoryview]) -> None:
 def clients_of(folder: Path, leaves: Sequence[Leaves]) -> Iterator[list[ArenaClient]]:
     """A daemon's clients, one per leaf function."""
     with daemon(folder) as (socket, call_key), contextlib.ExitStack() as owned:
-        clients = [ArenaClient(socket, call_key, leaves=function) for function in leaves]
+        clients = [
+            ArenaClient(socket, call_key, leaves=function, connect_s=30) for function in leaves
+        ]
         for client in clients:
             owned.callback(client.close)
         yield clients

@@ -28,6 +28,7 @@ from kimi_connect.wire import (
 )
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
+from kimi_runtime.umbp.lending import Lent, intact_run
 from kimi_runtime.umbp.link import Link, LinkLost, open_link
 from kimi_runtime.umbp.tags import leaves
 
@@ -147,6 +148,39 @@ class PoolClient:
         if outcome is not Outcome.HIT:
             self.blocks[outcome] += len(keys) - done
         return LoadResult(done, outcome)
+
+    async def lend(
+        self, keys: Sequence[bytes], *, deadline_s: float, tenant: str = DEFAULT_TENANT
+    ) -> Lent:
+        """The leading run of `keys` where it lies in the arena, checked there, to be given back.
+
+        At most `KEYS_A_CALL` blocks at a time: what is lent can't be evicted.
+        """
+        ends_s = clock.now_s() + deadline_s
+        try:
+            link = await self._connected(ends_s)
+            within_s = ends_s - clock.now_s()
+            asked = payloads.pack_pin(list(keys[:KEYS_A_CALL]), within_s, tenant)
+            answer = await link.call(Op.PIN, asked, within_s=within_s)
+            pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
+        except (LinkLost, wire.WireError):
+            return Lent(None, 0, [], self._lost(Outcome.UNAVAILABLE, len(keys)).outcome)
+        except TimeoutError:
+            return Lent(None, 0, [], self._lost(Outcome.LATE, len(keys)).outcome)
+        arena = link.arena
+        assert arena is not None
+        if not blocks:
+            missed = Outcome.MISS if gap is Gap.NONE else wire.outcome_of(gap)
+            return Lent(None, 0, [], missed)
+        try:
+            (parts, corrupt), late = await in_thread(
+                lambda stop: intact_run(arena, keys, blocks, stop), ends_s=ends_s
+            )
+        except BaseException:
+            link.tell(Op.UNPIN, payloads.pack_unpin(pin, 0, corrupt=False))
+            raise
+        outcome = Outcome.CORRUPT if corrupt else wire.outcome_of(gap)
+        return Lent(link, pin, parts, Outcome.LATE if late else outcome)
 
     async def store(
         self,

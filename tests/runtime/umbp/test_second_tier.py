@@ -348,6 +348,7 @@ async def test_a_full_ssd_lets_its_coldest_go_and_warms_what_memory_serves(tmp_p
             await client.store(part, blocks_of(part), deadline_s=SOON_S)
             await client.load(part, targets(20), deadline_s=SOON_S)
             client.used(hot)
+            await client.held(hot)  # answered after what the daemon was told
             await until(lambda: not daemon.clients.second.writer.queued)
         assert tier.stats().evicted > 0
         assert tier.held(hot) == 5
