@@ -98,8 +98,8 @@ class Clients:
         held = self.pool.quarantine(instance)
         if held and instance not in self._watches:
             log.warning(
-                "umbp: %d reservations of %s stay in quarantine until it reconnects: "
-                "its process can't be watched from here",
+                "umbp: %d reservations of %s stay in quarantine until it reconnects or lets go of "
+                "the arena: its process can't be watched from here",
                 held,
                 connection.name,
             )
