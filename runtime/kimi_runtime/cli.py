@@ -1,10 +1,12 @@
-"""The runtime's subcommands: `worker`, `router`, `umbp`, each started from one spec file.
+"""The runtime's subcommands: `worker`, `router`, `umbp`, each started from one spec file, and
+`quality`, which examines a model.
 
 Exit status 0 after a drain, 2 with one line on standard error for a wrong spec, file, key or port,
 1 with one line for everything else that was foreseen.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,7 +18,7 @@ from kimi_runtime.errors import ConfigError, KimistackError
 from kimi_runtime.settings import read_settings
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
-from kimi_runtime.spec.worker import WorkerSpec
+from kimi_runtime.spec.worker import FileWeights, WorkerSpec
 
 S = TypeVar("S", bound=BaseModel)
 E = TypeVar("E", bound=BaseException)
@@ -59,9 +61,56 @@ def umbp(spec: SpecFile) -> None:
     _run(spec, UmbpSpec, run_umbp)
 
 
+@app.command()
+def quality(
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FOLDER", help="config.json and weights; none: kimi-nano."),
+    ] = None,
+    dialogues: Annotated[int, typer.Option("--dialogues", min=1, help="Held-out dialogues.")] = 240,
+    needles: Annotated[
+        int, typer.Option("--needles", min=0, help="Questions for each length of pasted text.")
+    ] = 24,
+    seed: Annotated[int, typer.Option("--seed", help="Which dialogues.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Of the engine.")] = 1,
+    instant: Annotated[
+        bool, typer.Option("--instant", help="Answers without thinking first.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 where a floor is missed.")
+    ] = False,
+) -> None:
+    """Put held-out tool dialogues to a model, through the engine, and print what it got right."""
+    from kimi_runtime.bench.quality.report import markdown, missed
+    from kimi_runtime.bench.quality.run import Plan, examine
+    from kimi_runtime.models.packaged import nano_folder
+
+    plan = Plan(dialogues, needles, seed=seed, threads=threads, thinking=not instant)
+
+    async def run() -> None:
+        weights = FileWeights(path=nano_folder() if model is None else model)
+        result = await examine(weights, plan, on_progress=_show_progress)
+        typer.echo(markdown(result), nl=False)
+        if check and (short := missed(result)):
+            raise KimistackError(f"{result.model} misses the floor of: {', '.join(short)}")
+
+    _guarded(run)
+
+
+def _show_progress(done: int, of: int) -> None:
+    """One line on a terminal, rewritten; nothing where standard error is a file."""
+    if sys.stderr.isatty():
+        typer.echo(f"\r{done} of {of} questions", nl=done == of, err=True)
+
+
 def _run(path: Path, kind: type[S], run: Callable[[S], Coroutine[Any, Any, None]]) -> None:
+    _guarded(lambda: run(_read(path, kind)))
+
+
+def _guarded(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run it; what was foreseen becomes one line and an exit status."""
     try:
-        asyncio.run(run(_read(path, kind)))
+        asyncio.run(run())
     except* KimistackError as group:
         error = _first(group)
         typer.echo(f"kimistack: {' '.join(str(error).split())}", err=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kimi_runtime.errors import ConfigError
-from kimi_runtime.spec.model import ModelSpec
+from kimi_runtime.spec.model import ModelSpec, QuantSpec
 
 Dtype = Literal["bfloat16", "float32"]
 Part = Literal["embedding", "matrix", "norm", "bias", "head"]
@@ -49,7 +49,7 @@ def require_k2(spec: ModelSpec) -> None:
         "attn_res_block": spec.attn_res_block,
         "mla_output_gate": spec.mla_output_gate or None,
         "moe.latent": spec.moe.latent,
-        "quantisation": spec.quantisation,
+        "quantisation": None if _can_read(spec.quantisation) else spec.quantisation,
         "activation": spec.activation if spec.activation != "silu" else None,
     }
     present = [name for name, value in extras.items() if value is not None]
@@ -57,8 +57,21 @@ def require_k2(spec: ModelSpec) -> None:
         raise ConfigError(
             f"model {spec.name} of family {spec.family} cannot be computed by the K2 decoder"
             + (f" (it has {', '.join(present)})" if present else "")
-            + "; choose a bf16 model of the K2 family"
+            + "; choose a model of the K2 family in bf16, block FP8 or MXFP4"
         )
+
+
+def _can_read(quantisation: QuantSpec | None) -> bool:
+    """Whether checkpoints stored this way can be read."""
+    if quantisation is None:
+        return True
+    parts = set(quantisation.parts)
+    match quantisation.format:
+        case "mxfp4":
+            return quantisation.method == "compressed-tensors" and parts == {"routed_experts"}
+        case "fp8_block":
+            return parts == {"routed_experts", "shared_experts", "dense_ffn", "attention"}
+    return False
 
 
 def _layer(spec: ModelSpec, index: int) -> dict[str, TensorSpec]:

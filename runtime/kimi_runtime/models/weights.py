@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_runtime.errors import CapacityError, ConfigError
+from kimi_runtime.models.stored import Entry, StoredTensors
 from kimi_runtime.models.tensors import Part, TensorSpec, k2_tensors
 from kimi_runtime.spec.config_file import load_config
 from kimi_runtime.spec.model import KIMI_NANO, ModelSpec
@@ -72,19 +72,16 @@ def random_weights(spec: ModelSpec, seed: int) -> ModelWeights:
 def load_weights(spec: ModelSpec, folder: Path) -> ModelWeights:
     """Read every tensor the model needs from the folder's safetensors files.
 
-    ConfigError names a missing file or tensor, a shape or a dtype that is not the model's, with
-    what was expected. Tensors the decoder has no use for are left alone.
+    bf16, block FP8 and MXFP4 are read (`models.stored`), as config.json says. ConfigError names
+    a missing or truncated file, a missing tensor, a shape, a dtype or a scale that is not the
+    model's, with what was expected. Tensors the decoder has no use for are left alone.
     """
     wanted = k2_tensors(spec)
     with ExitStack() as opened:
         found = dict(_files(folder, opened))
         prefix = _prefix(found)
-        tensors = {}
-        for name, tensor in wanted.items():
-            if prefix + name not in found:
-                raise ConfigError(_missing(prefix + name, tensor, found, folder))
-            path, file = found[prefix + name]
-            tensors[name] = _read(file, prefix + name, tensor, path)
+        stored = StoredTensors(found, spec, folder)
+        tensors = {name: stored.read(prefix + name, tensor) for name, tensor in wanted.items()}
     return ModelWeights(tensors, digest_of(spec, tensors))
 
 
@@ -126,17 +123,33 @@ def _spread(name: str, part: Part, inputs: int) -> tuple[float, float]:
             return 0.0, gain * unit * inputs**-0.5
 
 
-def _files(folder: Path, opened: ExitStack) -> Iterator[tuple[str, tuple[Path, Any]]]:
-    """Each tensor's name with its file, opened."""
+def _files(folder: Path, opened: ExitStack) -> Iterator[tuple[str, Entry]]:
+    """Each tensor's name with its file, opened and mapped into memory."""
     for path in _paths(folder):
         try:
             file = opened.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as exc:
             raise ConfigError(
-                f"{path} cannot be read as safetensors: {exc}; fetch the file again"
+                f"{path} cannot be read as safetensors: {_why(path, exc)}; fetch the file again"
             ) from exc
         for name in file.keys():  # noqa: SIM118  (not a mapping)
-            yield name, (path, file)
+            yield name, Entry(path, file)
+
+
+def _why(path: Path, exc: Exception) -> str:
+    """A truncated file says how long its header makes it; others, what the library found."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            have = path.stat().st_size
+            if header_bytes > have:
+                return str(exc)
+            header = json.loads(file.read(header_bytes))
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_"]
+        need = 8 + header_bytes + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return str(exc)
+    return f"it has {have} bytes, but its header asks for {need}" if have != need else str(exc)
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -161,34 +174,3 @@ def _prefix(found: Mapping[str, object]) -> str:
     """Multimodal checkpoints keep the decoder under `language_model.`."""
     nested = "language_model."
     return nested if any(name.startswith(nested) for name in found) else ""
-
-
-def _missing(name: str, tensor: TensorSpec, found: Mapping[str, object], folder: Path) -> str:
-    expected = f"a {tensor.dtype} tensor of shape {tensor.shape}"
-    packed = sorted(other for other in found if other.startswith(name + "_"))
-    hint = "fetch the missing files"
-    if packed:
-        hint = f"there is {packed[0]}: the weights are quantised, use a {tensor.dtype} checkpoint"
-    return f"{folder} has no tensor {name} ({expected} is expected); {hint}"
-
-
-def _read(file: Any, name: str, wanted: TensorSpec, path: Path) -> Tensor:
-    shape = tuple(file.get_slice(name).get_shape())
-    if shape != wanted.shape:
-        raise ConfigError(
-            f"{name} in {path} has shape {shape}, but the model's config asks for {wanted.shape}; "
-            "config.json and weights are of different models"
-        )
-    tensor: Tensor = file.get_tensor(name)
-    dtype = getattr(torch, wanted.dtype)
-    if tensor.dtype != dtype and not (wanted.dtype == "float32" and _widens(tensor.dtype)):
-        raise ConfigError(
-            f"{name} in {path} is {tensor.dtype}, but {wanted.dtype} is expected; "
-            "use an unquantised checkpoint of that dtype"
-        )
-    return tensor.to(dtype)
-
-
-def _widens(dtype: torch.dtype) -> bool:
-    """Checkpoints exist with the bias in bf16: what was lost there cannot be brought back."""
-    return dtype in (torch.bfloat16, torch.float16)

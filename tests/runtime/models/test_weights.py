@@ -97,7 +97,7 @@ FAULTS = {
     ),
     "quantised": (
         lambda t: t.update({EXPERT + "_packed": t.pop(EXPERT).to(torch.uint8)}),
-        r"experts\.3\.up_proj\.weight .*weight_packed: the weights are quantised",
+        r"experts\.3\.up_proj\.weight .*weight_packed: the weights are stored otherwise",
     ),
 }
 

@@ -1,0 +1,112 @@
+"""Made-up tools, and questions that one of them answers."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_runtime.bench.quality.words import Words, number
+from kimi_runtime.protocol.chat import Tool
+
+VERBS = ("get", "read", "search", "fetch", "list", "send", "run", "add")
+_LEADS = ("Returns", "Reads", "Finds", "Gives")
+_ASKS = (
+    "What is the {topic} {pairs}?",
+    "Get the {topic} {pairs}.",
+    "I want the {topic} {pairs}.",
+    "Return the {topic} {pairs}, please.",
+    "The {topic} {pairs}?",
+)
+
+Value = str | int | bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """A tool, what it is about, and its parameters' JSON types in the order of declaration."""
+
+    tool: Tool
+    topic: str
+    parameters: tuple[tuple[str, str], ...]
+    required: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question's text and the call that answers it. `again`: it names no topic."""
+
+    plan: ToolPlan
+    text: str
+    arguments: dict[str, Value]
+    again: bool = False
+
+
+class ToolMaker:
+    """Makes tools whose topics differ, and asks about them."""
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    def tools(self, draw: random.Random, count: int) -> list[ToolPlan]:
+        """`count` tools with different topics and names."""
+        plans: list[ToolPlan] = []
+        while len(plans) < count:
+            plan = self._tool(draw)
+            names = {word for other in plans for word in other.topic.split()}
+            if names.isdisjoint(plan.topic.split()):
+                plans.append(plan)
+        return plans
+
+    def _tool(self, draw: random.Random) -> ToolPlan:
+        topic = self._words.phrase(draw)
+        called = topic if draw.random() < 0.7 else self._words.phrase(draw)
+        names = sorted({self._words.word(draw) for _ in range(draw.choice((1, 1, 2, 2, 3)))})
+        kinds = [draw.choice(("string", "string", "number", "boolean")) for _ in names]
+        optional = names[-1] if len(names) > 1 and draw.random() < 0.25 else None
+        properties: dict[str, Any] = {
+            name: {"type": kind} for name, kind in zip(names, kinds, strict=True)
+        }
+        required = [name for name in names if name != optional]
+        schema = {"type": "object", "properties": properties, "required": required}
+        tool = Tool(
+            f"{draw.choice(VERBS)}_{called.replace(' ', '_')}",
+            f"{draw.choice(_LEADS)} the {topic}.",
+            schema,
+        )
+        return ToolPlan(tool, topic, tuple(zip(names, kinds, strict=True)), frozenset(required))
+
+    def question(self, draw: random.Random, plan: ToolPlan, *, again: bool = False) -> Question:
+        """A question about the tool's topic that gives every required argument."""
+        arguments: dict[str, Value] = {}
+        for name, kind in draw.sample(plan.parameters, len(plan.parameters)):
+            if name in plan.required or draw.random() < 0.5:
+                arguments[name] = self._value(draw, kind)
+        pairs = self._pairs(draw, plan, arguments)
+        if again:
+            return Question(plan, f"And {pairs}?", arguments, again=True)
+        return Question(plan, draw.choice(_ASKS).format(topic=plan.topic, pairs=pairs), arguments)
+
+    def _value(self, draw: random.Random, kind: str) -> Value:
+        match kind:
+            case "number":
+                return number(draw)
+            case "boolean":
+                return draw.random() < 0.5
+        return self._words.word(draw)
+
+    def _pairs(self, draw: random.Random, plan: ToolPlan, arguments: dict[str, Value]) -> str:
+        if len(arguments) == len(plan.parameters) == 1 and draw.random() < 0.4:
+            return f"for {_shown(next(iter(arguments.values())))}"
+        form = draw.choice(("{name} {value}", "{name} {value}", "{name} = {value}"))
+        listed = [form.format(name=name, value=_shown(value)) for name, value in arguments.items()]
+        return "with " + _joined(listed)
+
+
+def _shown(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    return ", ".join(parts[:-1]) + " and " + parts[-1]

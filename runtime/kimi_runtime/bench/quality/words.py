@@ -1,0 +1,64 @@
+"""Made-up words: names and values that no model can know, so that it must read them.
+
+A word belongs to practice or to the examination by a digest of its letters. Both come from the same
+syllables, yet no name or value of an examination was ever seen in training.
+"""
+
+import hashlib
+import random
+
+from kimi_runtime.protocol.vocabulary import Vocabulary
+
+_ONSETS = (*"bdfghjklmnprstvwz", "br", "dr", "gl", "kr", "pl", "st", "tr", "sk")
+_VOWELS = "aeiouaeo"
+_CODAS = ("", "", "", "l", "n", "r", "s", "x", "m")
+_HELD_OUT = 5  # one word in so many is for the examination
+_MAX_TOKENS = 5
+
+
+class Words:
+    """Draws words of one side. `held_out`: the examination's."""
+
+    def __init__(self, vocabulary: Vocabulary, *, held_out: bool) -> None:
+        self._vocabulary, self._held_out = vocabulary, held_out
+
+    def word(self, draw: random.Random) -> str:
+        """One word of two or three syllables."""
+        while True:
+            parts = [
+                draw.choice(_ONSETS) + draw.choice(_VOWELS) + draw.choice(_CODAS)
+                for _ in range(2 + (draw.random() < 0.2))
+            ]
+            word = "".join(parts)
+            if is_held_out(word) == self._held_out and self._is_even(word):
+                return word
+
+    def phrase(self, draw: random.Random) -> str:
+        """One or two words."""
+        return " ".join(self.word(draw) for _ in range(1 + (draw.random() < 0.4)))
+
+    def value(self, draw: random.Random) -> str:
+        """A word or a number, as text shows it."""
+        return self.word(draw) if draw.random() < 0.5 else str(number(draw))
+
+    def _is_even(self, word: str) -> bool:
+        """Whether the word's ids are the same behind a space, an underscore and a quote, its first
+        aside: only then is quoting a name a copy.
+        """
+        encode = self._vocabulary.encode_text
+        bare = encode(word)
+        if len(bare) > _MAX_TOKENS:
+            return False
+        rest = bare[1:]
+        return all(encode(mark + word)[-len(rest) :] == rest for mark in " _" if rest)
+
+
+def is_held_out(word: str) -> bool:
+    """Whether a word is the examination's."""
+    digest = hashlib.blake2b(word.encode(), digest_size=4, person=b"kimi-words").digest()
+    return int.from_bytes(digest, "little") % _HELD_OUT == 0
+
+
+def number(draw: random.Random) -> int:
+    """One to five digits, all lengths alike."""
+    return draw.randrange(10 ** draw.randint(1, 5))

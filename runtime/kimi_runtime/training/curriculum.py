@@ -1,0 +1,119 @@
+"""Which examples a step trains on: from short copies to whole dialogues.
+
+A step's examples follow from its number and the seed alone.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kimi_runtime.bench.quality.dialogues import Dialogues
+from kimi_runtime.bench.quality.haystack import Haystack
+from kimi_runtime.bench.quality.words import Words
+from kimi_runtime.protocol.codec_k2 import K2Codec
+from kimi_runtime.protocol.vocabulary import Vocabulary
+from kimi_runtime.training.loop import Example, padded_length
+from kimi_runtime.training.rendering import example_of
+from kimi_runtime.training.tasks import TextTasks, pieces, repeated
+
+_THINKING = 0.7  # of dialogues; in the rest the assistant answers at once
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the run, up to `until` (of 1): shares of each kind, and how long examples are.
+
+    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has.
+    """
+
+    until: float
+    shares: dict[str, float]
+    length: int
+    longest: int
+    tools: int = 1
+    exchanges: int = 1
+    text_tokens: int = 40
+
+
+STAGES = (
+    Stage(0.04, {"repeated": 2, "pieces": 1, "pairs": 1, "rewritten": 1}, 96, 128),
+    Stage(0.12, {"repeated": 1, "pieces": 1, "pairs": 3, "rewritten": 3, "dialogue": 4}, 128, 256),
+    Stage(0.35, {"pieces": 1, "pairs": 1, "rewritten": 1, "dialogue": 10}, 128, 320, 2, 1, 80),
+    Stage(0.65, {"pieces": 1, "pairs": 1, "rewritten": 1, "dialogue": 12}, 256, 512, 3, 2, 160),
+    Stage(0.85, {"pieces": 1, "pairs": 1, "dialogue": 12, "lookup": 1}, 512, 768, 4, 3, 400),
+    Stage(1.00, {"pieces": 1, "dialogue": 10, "lookup": 2}, 1024, 2048, 4, 3, 1200),
+)
+
+
+class Curriculum:
+    """Batches of a run of `steps` steps with `batch_tokens` ids each, in micro-batches."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        seed: int,
+        steps: int,
+        batch_tokens: int,
+        micro_tokens: int,
+        stages: Sequence[Stage] = STAGES,
+    ) -> None:
+        self._seed, self._steps = seed, steps
+        self._batch_tokens, self._micro_tokens = batch_tokens, micro_tokens
+        self._stages = stages
+        self._codec = K2Codec(vocabulary)
+        words = Words(vocabulary, held_out=False)
+        self._dialogues = Dialogues(words, Haystack(vocabulary, words))
+        text = TextTasks(vocabulary, words)
+        self._tasks: dict[str, Callable[[random.Random, int], Example]] = {
+            "repeated": lambda draw, length: repeated(draw, length, vocabulary),
+            "pieces": lambda draw, length: pieces(draw, length, vocabulary),
+            "pairs": text.pairs,
+            "rewritten": text.rewritten,
+        }
+
+    @property
+    def positions(self) -> int:
+        """The longest example there can be."""
+        return max(stage.longest for stage in self._stages)
+
+    def batch(self, step: int) -> list[list[Example]]:
+        """The step's micro-batches: full ones, of examples of similar length.
+
+        Examples are drawn until enough of the lengths are full; what is left over is dropped.
+        """
+        draw = random.Random(f"{self._seed}/{step}")
+        reached = [stage for stage in self._stages if step < stage.until * self._steps]
+        stage = (reached or self._stages[-1:])[0]
+        open_rows: dict[int, list[Example]] = {}
+        full: list[list[Example]] = []
+        left = self._batch_tokens
+        while left > 0:
+            example = self._example(draw, stage)
+            if not example.answers or len(example.ids) > stage.longest:
+                continue
+            length = padded_length(len(example.ids))
+            rows = open_rows.setdefault(length, [])
+            rows.append(example)
+            if len(rows) == max(1, round(self._micro_tokens / length)):
+                full.append(open_rows.pop(length))
+                left -= len(rows) * length
+        return full
+
+    def _example(self, draw: random.Random, stage: Stage) -> Example:
+        kind = draw.choices(list(stage.shares), weights=list(stage.shares.values()))[0]
+        if kind == "dialogue":
+            dialogue = self._dialogues.draw(
+                draw,
+                tools=draw.randint(1, stage.tools),
+                exchanges=draw.randint(1, stage.exchanges),
+                text_tokens=stage.text_tokens,
+                thinking=draw.random() < _THINKING,
+            )
+            return example_of(dialogue, self._codec)
+        if kind == "lookup":
+            size = draw.randint(stage.text_tokens // 2, stage.text_tokens)
+            thinking = draw.random() < _THINKING
+            lookup = self._dialogues.lookup(draw, text_tokens=size, thinking=thinking)
+            return example_of(lookup, self._codec)
+        return self._tasks[kind](draw, draw.randint(stage.length // 2, stage.length))

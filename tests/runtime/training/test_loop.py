@@ -1,0 +1,99 @@
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kimi_runtime.spec.model import KIMI_NANO
+from kimi_runtime.training.initial import initial_masters
+from kimi_runtime.training.loop import Example, Schedule, Training, pack
+from kimi_runtime.training.model import TrainingK2
+from kimi_runtime.training.optimiser import orthogonal
+from kimi_runtime.training.weights import leaves_of
+from tiny_k2 import tiny_spec
+
+SPEC = tiny_spec()
+
+
+def batch(step):
+    draw = random.Random(step)
+    first = [draw.choices(range(40), k=16) for _ in range(6)]
+    examples = [Example(tuple(ids + ids), tuple(range(18, 32))) for ids in first]
+    return [examples[:3], examples[3:]]
+
+
+def training(steps=8):
+    schedule = Schedule(steps=steps, warm_up=2, quantise_from=0.5)
+    return Training(SPEC, schedule, seed=1, positions=64, structured=True)
+
+
+def test_a_resumed_run_equals_one_that_was_never_stopped(tmp_path):
+    whole = training()
+    for step in range(6):
+        whole.advance(batch(step))
+    first = training()
+    for step in range(3):
+        first.advance(batch(step))
+    first.save(tmp_path / "state.pt")
+    second = training()
+    second.load(tmp_path / "state.pt")
+    for step in range(second.step, 6):
+        report = second.advance(batch(step))
+    assert (second.step, second.tokens) == (whole.step, whole.tokens) == (6, report.tokens)
+    for name, master in whole.masters.items():
+        assert torch.equal(master, second.masters[name]), name
+
+
+def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path):
+    path = tmp_path / "state.pt"
+    run = training()
+    run.advance(batch(0))
+    run.save(path)
+    path.with_suffix(".partial").write_bytes(b"killed while writing")
+    again = training()
+    again.load(path)
+    assert again.step == 1
+
+
+def test_the_loss_on_copies_falls():
+    run = training(steps=30)
+    losses = [run.advance(batch(step)).loss for step in range(25)]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+def test_the_bias_moves_towards_idle_experts_and_nothing_else_moves_it():
+    run = training()
+    run.advance(batch(0))
+    bias = run.masters["1.router_bias"]
+    assert set(bias.abs().tolist()) <= {0.0, float(torch.tensor(0.001))}
+    assert bias.any()
+
+
+def test_packing_points_at_the_place_before_each_answer():
+    examples = [Example((5, 6, 7, 8), (2, 3)), Example((9, 4), (1,))]
+    ids, places, wanted = pack(examples)
+    assert ids.shape == (2, 32)
+    real = wanted >= 0
+    assert wanted[real].tolist() == [7, 8, 4]
+    assert ids.flatten()[places[real] + 1].tolist() == [7, 8, 4]
+
+
+def test_orthogonal_steps_have_singular_values_near_one():
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((64, 32), (32, 64), (3, 32, 48)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=generator)))
+        assert float(values.min()) > 0.3
+        assert float(values.max()) < 1.5
+
+
+def test_training_starts_with_heads_that_find_what_came_after_the_same_ids():
+    masters = initial_masters(KIMI_NANO, 0)
+    model = TrainingK2(KIMI_NANO, positions=64, dtype=torch.float32)
+    leaves = leaves_of(masters, torch.float32, quantise=False)
+    first = torch.randint(0, 2048, (4, 32), generator=torch.Generator().manual_seed(1))
+    ids = torch.cat((first, first), dim=1)
+    with torch.no_grad():
+        logits = model.logits(leaves, model.hidden(leaves, ids)[0]).view(4, 64, -1)
+    seen, wanted = logits[:, 34:-1], ids[:, 35:]
+    rank = (seen > seen.gather(-1, wanted[..., None])).sum(-1).float()
+    assert float(rank.median()) < 40  # of 2,304; by chance it would be near 1,152
