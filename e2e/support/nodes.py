@@ -249,16 +249,20 @@ def images() -> dict[str, Manifest]:
 
 def images_of(root: Path, *names: str) -> dict[str, Manifest]:
     """The images of another checkout, built by its own script with this one's base and wheels."""
-    (root / "build" / "images").mkdir(parents=True, exist_ok=True)
-    for base in (ROOT / "build" / "images").glob("base-*.tar"):
-        _link(base, root / "build" / "images" / base.name)
-    for wheel in (ROOT / "build" / "wheelhouse").glob("*.whl"):
-        _link(wheel, root / "build" / "wheelhouse" / wheel.name)
+    for folder in ("images", "wheelhouse"):
+        (root / "build" / folder).mkdir(parents=True, exist_ok=True)
+    for archive in (ROOT / "build" / "images").glob("*.tar"):  # named by what they are made from
+        _link(archive, root / "build" / "images" / archive.name)
+    wheels = root / "build" / "wheelhouse"
+    for file in (ROOT / "build" / "wheelhouse").iterdir():
+        if file.suffix == ".whl":
+            _link(file, wheels / file.name)
+        else:  # what it is complete for; the other checkout may write it anew
+            shutil.copyfile(file, wheels / file.name)
     return _described(_built(root, *(part for name in names for part in ("--only", name))))
 
 
 def _link(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
         try:
             os.link(source, target)
