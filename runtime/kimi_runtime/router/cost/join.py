@@ -42,6 +42,7 @@ class Joined:
     candidate: Candidate
     fetch: Fetch | None
     hand_off: Fetch | None
+    work_s: float
 
 
 class Joiner:
@@ -168,7 +169,7 @@ class Joiner:
         step = self.context.prices.grid.step(cost_s) + static[0]
         key = Key(step, *static, -leg.resumed_tokens)
         if self.best is None or key < self.best.key:
-            self.best = Joined(key, candidate, leg.fetch, hand_off)
+            self.best = Joined(key, candidate, leg.fetch, hand_off, leg.work_s)
             self.best_end_s = self.context.prices.grid.end(step)
 
     def _static(

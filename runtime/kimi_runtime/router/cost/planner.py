@@ -44,6 +44,8 @@ class Decided:
 
     plan: Plan
     explanation: Explanation
+    work_s: float
+    """The prefill that lay before it where it prefills, at the speeds known then."""
 
 
 class Planner:
@@ -110,7 +112,7 @@ class Planner:
             plan = Plan(
                 Mode.DEFER, None, plan.decode, plan.terms, plan.considered, wait_s=plan.wait_s
             )
-        return Decided(plan, explanation)
+        return Decided(plan, explanation, best.work_s)
 
     def _wait_s(self, context: Context, chosen: Candidate) -> float:
         """How long a session start has to wait before its first token would be in time."""

@@ -35,6 +35,8 @@ class PrefillLeg:
     e_evict: float
     e_link: float
     replicate: float
+    work_s: float
+    """See `Seat.work_s`."""
 
     @property
     def start_s(self) -> float:
@@ -168,4 +170,5 @@ def _leg(
         e_evict=others * evict_s,
         e_link=others * context.flows.delay_s(links, size) if size else 0.0,
         replicate=seat.replica_s(took.mean),
+        work_s=seat.work_s,
     )

@@ -22,6 +22,7 @@ class Seat:
     """A worker's queue, room and speed for a leg. `whole`: it will decode too.
 
     `wait_s` is until it can begin: the queue, or until there is room, whichever is longer.
+    `work_s` is the prefill before us at the speeds known: what its queue should take.
     `local` tokens are in its own memory, of which the share `ratio` will really be there.
     """
 
@@ -38,6 +39,7 @@ class Seat:
         "wait_s",
         "wait_var",
         "whole",
+        "work_s",
         "worker",
     )
 
@@ -127,7 +129,7 @@ class Seat:
 
     def _wait(self) -> None:
         context, worker = self.context, self.worker
-        self.wait_s = self.wait_var = 0.0
+        self.wait_s = self.wait_var = self.work_s = 0.0
         if worker.queued_tokens or worker.waiting or not worker.certain or worker.age_s > 0:
             self.wait_s, self.wait_var = self._queue()
         if self.whole:
@@ -147,7 +149,8 @@ class Seat:
             depth = TYPICAL_CONTEXT_SHARE * worker.max_context_tokens
             work_s = kind.fixed_s * worker.waiting
             work_s += worker.queued_tokens * (kind.token_s + kind.pair_s * depth)
-            mean, var = context.models.queues.wait(worker.name, self.bias * work_s)
+            self.work_s = self.bias * work_s
+            mean, var = context.models.queues.wait(worker.name, self.work_s)
         if worker.certain and worker.age_s <= 0:
             return mean, var
         mean += min(STALE_S_PER_S * max(worker.age_s, 0.0), MAX_STALE_S)

@@ -5,7 +5,8 @@ in information form, theta ~ N(1, relative_sd^2) before any data, so that direct
 keep the prior. What was observed counts relative to its prediction (a millisecond off in ten is as
 bad as a second off in ten thousand), is cut at Huber's bound, and fades: by `forgetting` with every
 later observation and by `age_out_s` with time, back to the prior. A two-sided CUSUM of the
-standardised residuals tells a change from noise; then the data are dropped and the noise widened.
+standardised residuals tells a change from noise; then the data are dropped, and the noise and the
+prior's own spread widened: what changed may be further from the prior than was expected.
 
 Sources: Huber (1964) for the bound of 1.345 sd; Page (1954) for the CUSUM. Pure.
 """
@@ -20,9 +21,11 @@ HUBER_SD = 1.345
 CLIP_SD = 4.0
 """No single residual moves the change detector further than this."""
 CUSUM_SLACK_SD = 0.75
-CUSUM_ALARM_SD = 8.0
+CUSUM_ALARM_SD = 12.0
 WIDENED = 4.0
 """Times the prior's noise variance that is assumed after a change."""
+MAX_SPREAD = 256.0
+"""Times the prior's variance that repeated changes widen it to, at most."""
 NOISE_COUNT = 10.0
 """Observations that the prior's noise is worth."""
 LEAST_RATE = 0.02
@@ -75,6 +78,7 @@ class Regression:
     _moment: list[float] = field(init=False)
     _noise_var: float = field(init=False)
     _noise_count: float = field(init=False)
+    _spread: float = 1.0
     _up: float = 0.0
     _down: float = 0.0
     _faded_at_s: float | None = None
@@ -117,6 +121,7 @@ class Regression:
         if changed:
             self.changes += 1
             self._drop()
+            self._spread = min(WIDENED * self._spread, MAX_SPREAD)
             self._noise_var, self._noise_count = WIDENED * self.noise_sd**2, NOISE_COUNT
         weight = 1.0 if abs(off) <= HUBER_SD else HUBER_SD / abs(off)
         self._learn_noise(residual / scale, fit.model_var(x) / scale**2)
@@ -155,13 +160,14 @@ class Regression:
     def _fade(self, now_s: float) -> None:
         if self._faded_at_s is not None and now_s > self._faded_at_s:
             kept = math.exp((self._faded_at_s - now_s) / self.age_out_s)
+            self._spread = max(self._spread**kept, 1.0)
             self._moment = [kept * value for value in self._moment]
             self._information = [[kept * value for value in row] for row in self._information]
         self._faded_at_s = now_s
 
     def _solve(self) -> Fit:
         """The posterior; coefficients that came out negative are 0 and the others re-solved."""
-        size, trust = len(self.prior), 1 / self.relative_sd**2
+        size, trust = len(self.prior), 1 / (self._spread * self.relative_sd**2)
         active = [i for i in range(size) if self.prior[i] > 0]
         theta, inverse = [0.0] * size, [[0.0] * size for _ in range(size)]
         while active:
