@@ -153,6 +153,16 @@ class Arena:
         if left:
             raise ValueError(f"extents {left} bytes too small for a block of {size}")
 
+    def prefault(self, stop: "Callable[[], bool]" = lambda: False) -> None:
+        """Map all of it into this process now, 2 MiB at a time until `stop`.
+
+        Without, the first use of each part does that, which costs as much as copying to it.
+        """
+        for at in range(0, len(self._view), _CHUNK_BYTES):
+            if stop():
+                return
+            self._map_in(at, min(_CHUNK_BYTES, len(self._view) - at))
+
     def _map_in(self, start: int, size: int) -> None:
         """Have the kernel map these bytes into this process, if it was not asked for them yet."""
         for chunk in range(start // _CHUNK_BYTES, -(-(start + size) // _CHUNK_BYTES)):

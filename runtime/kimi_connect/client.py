@@ -215,6 +215,13 @@ class ArenaClient:
                 self._touch(keys[:done])
         return done
 
+    def prefault(self) -> None:
+        """Map the whole arena now, so that no put or get has to; nothing without a daemon."""
+        self.held([b"\0" * wire.KEY_BYTES])
+        arena = self._arena
+        if arena is not None:
+            arena.prefault()
+
     def used(self, keys: Sequence[bytes]) -> None:
         """These were found in the engine's own memory: they are worth keeping in the pool too."""
         with self._lock:

@@ -5,6 +5,7 @@ does not get. The connection is made again by itself, with backoff, by the next 
 """
 
 import asyncio
+import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -213,6 +214,12 @@ class PoolClient:
             pass
         self.stored_blocks += done
         return done
+
+    async def prefault(self) -> None:
+        """Map the whole arena now, so that no put or get has to; nothing without a daemon."""
+        arena = self._arena
+        if arena is not None:
+            await in_thread(arena.prefault, ends_s=math.inf)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """These were found in the engine's own memory: they are worth keeping in the pool too."""

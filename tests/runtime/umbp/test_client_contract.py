@@ -31,6 +31,9 @@ class Blocking:
     async def held(self, keys):
         return await asyncio.to_thread(self.client.held, keys)
 
+    async def prefault(self):
+        await asyncio.to_thread(self.client.prefault)
+
     async def aclose(self):
         await asyncio.to_thread(self.client.close)
 
@@ -241,6 +244,15 @@ async def test_a_restarted_daemon_holds_nothing_and_is_used_again(connect, tmp_p
         assert outcome is Outcome.MISS
         assert await client.store(keys, blocks_of(keys), deadline_s=SOON_S) == 3
         assert await client.load(keys, into, deadline_s=SOON_S) == (3, Outcome.HIT)
+
+
+async def test_memory_that_is_mapped_ahead_serves_as_any(client):
+    keys = keys_of(4)
+    await client.prefault()
+    assert await client.store(keys, blocks_of(keys), deadline_s=SOON_S) == 4
+    into = targets(4)
+    assert await client.load(keys, into, deadline_s=SOON_S) == (4, Outcome.HIT)
+    assert into == blocks_of(keys)
 
 
 async def test_a_closed_client_gets_nothing(client):
