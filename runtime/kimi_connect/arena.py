@@ -165,17 +165,19 @@ class Arena:
 
     def _map_in(self, start: int, size: int) -> None:
         """Have the kernel map these bytes into this process, if it was not asked for them yet."""
+        chunks = self._chunks  # once: a copy in another thread may find out meanwhile
+        if chunks is None:
+            return
         for chunk in range(start // _CHUNK_BYTES, -(-(start + size) // _CHUNK_BYTES)):
-            if self._chunks is None:
-                return
-            if chunk in self._chunks:
+            if chunk in chunks:
                 continue
             at = chunk * _CHUNK_BYTES
             try:
                 self._mapping.madvise(_POPULATE_WRITE, at, min(_CHUNK_BYTES, len(self._view) - at))
-                self._chunks.add(chunk)
             except OSError:  # an older kernel: each page's first touch does it
                 self._chunks = None
+                return
+            chunks.add(chunk)
 
     def close(self) -> None:
         """Unmap, unless somebody still holds a view of it (then with the last view)."""
