@@ -1,0 +1,63 @@
+"""What a simulated context says, without its words: the keys of its blocks, by production's hash.
+
+Text is known by a number and a length; two contexts have a block in common exactly if they are made
+of the same pieces of the same texts up to its end. Pure.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+from kimi_runtime.engine.request import KeyChain
+from kimi_runtime.umbp.keys import next_key, root_key
+
+POOL_KEY = bytes(32)
+
+
+class Content:
+    """A context that grows. `keys` are those of its full blocks."""
+
+    __slots__ = ("_left", "_parent", "_tail", "block_tokens", "keys", "tokens")
+
+    def __init__(self, block_tokens: int, *, tenant: str = "default") -> None:
+        self.block_tokens, self.tokens = block_tokens, 0
+        self.keys: list[bytes] = []
+        self._parent = root_key(POOL_KEY, model_digest="sim", layout="sim", tenant=tenant)
+        self._tail: list[int] = []
+        self._left = block_tokens
+
+    def copy(self) -> Self:
+        """Another context that says the same so far."""
+        made = object.__new__(type(self))
+        made.block_tokens, made.tokens = self.block_tokens, self.tokens
+        made.keys, made._parent = self.keys.copy(), self._parent
+        made._tail, made._left = self._tail.copy(), self._left
+        return made
+
+    def extend(self, text: int, count: int, *, start: int = 0) -> None:
+        """Then come `count` tokens of `text`, from its token `start` on."""
+        self.tokens += count
+        end, size = start + count, self.block_tokens
+        while end - start >= self._left:
+            self._tail += (text & 0xFFFFFFFF, text >> 32, start, start + self._left)
+            self._parent = next_key(POOL_KEY, self._parent, self._tail)
+            self.keys.append(self._parent)
+            start += self._left
+            self._tail, self._left = [], size
+        if end > start:
+            self._tail += (text & 0xFFFFFFFF, text >> 32, start, end)
+            self._left -= end - start
+
+
+class KnownChain(KeyChain):
+    """The chain of a request whose every key is known already, those of its answer included."""
+
+    def __init__(self, known: Sequence[bytes], block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.keys: list[bytes] = []
+        self.known = known
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """See `KeyChain.extend`; ids say nothing here, only how many there are."""
+        have, full = len(self.keys), len(ids) // self.block_tokens
+        if full > have:
+            self.keys.extend(self.known[have:full])

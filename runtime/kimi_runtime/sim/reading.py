@@ -1,0 +1,151 @@
+"""Bringing KV into a simulated worker before a request is scheduled, as `engine.fetch` does. Pure.
+
+Blocks that are here already, then what a named source has, then the node's pool. Room for what
+arrives is reserved in order of arrival. A read has a deadline; what it did not bring is computed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.sim.links import Links
+from kimi_runtime.sim.pool import SimPool
+from kimi_runtime.sim.timeline import Timeline
+from kimi_runtime.sim.work import Read, Work
+
+DEADLINE_S = 5.0
+
+
+class Reader:
+    """Reads for one worker. `touch` is called before blocks change, `schedule` when all is read."""
+
+    def __init__(
+        self,
+        name: str,
+        blocks: KvBlocks,
+        *,
+        token_bytes: int,
+        timeline: Timeline,
+        links: Links,
+        pool: SimPool | None,
+        touch: Callable[[], None],
+        schedule: Callable[[Work], None],
+    ) -> None:
+        self._name, self._blocks, self._token_bytes = name, blocks, token_bytes
+        self._timeline, self._links, self.pool = timeline, links, pool
+        self._touch, self._schedule = touch, schedule
+        self._reserving: deque[Work] = deque()
+        self.late = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether somebody waits for room to read into."""
+        return bool(self._reserving)
+
+    def begin(self, work: Work) -> None:
+        """Give the request what KV there is, then schedule it."""
+        request = work.request
+        if self.pool is None and work.read is None:
+            self._schedule(work)
+            return
+        request.blocks = self._blocks.acquire(request.reusable_keys)
+        request.computed = len(request.blocks) * request.chain.block_tokens
+        if self.pool is not None and request.blocks:
+            here = request.reusable_keys[: len(request.blocks)]
+            self.pool.used(here, now_s=self._timeline.now_s)
+        self._next(work)
+
+    def stop(self, work: Work) -> None:
+        """Give up whatever is being read for it."""
+        read, work.read = work.read, None
+        if work.transfer is not None:
+            self._links.cancel(work.transfer)
+        if work.deadline is not None:
+            work.deadline.cancel()
+        reserved, work.blocks = work.blocks, []
+        self._blocks.release(reserved)
+        work.transfer = work.deadline = None
+        if read is not None:
+            read.release()
+
+    def retry(self) -> None:
+        """Blocks were given back: whoever waits for room may have it now."""
+        while self._reserving:
+            work = self._reserving[0]
+            read = work.read
+            if work.left or read is None:
+                self._reserving.popleft()
+                continue
+            reserved = self._blocks.allocate(read.count + read.tail)
+            if reserved is None:
+                return
+            self._reserving.popleft()
+            self._move(work, read, reserved)
+
+    def _next(self, work: Work) -> None:
+        """The named source first, then the node's pool, then nothing is left to read."""
+        request = work.request
+        read, work.read = work.read, None
+        lacking = request.reusable_keys[len(request.blocks) :]
+        if request.computed % request.chain.block_tokens:
+            read, lacking = None, []  # it ends in a private tail
+        if read is not None:
+            read.count = read.hold(lacking[: max(read.until - len(request.blocks), 0)])
+            if not read.count and not read.tail:
+                read.release()
+                read = None
+        if read is None:
+            read = self._from_pool(lacking)
+        if read is None:
+            self._schedule(work)
+            return
+        work.read = read
+        work.deadline = self._timeline.after(DEADLINE_S, lambda: self._over(work, read))
+        self._reserving.append(work)
+        self.retry()
+
+    def _from_pool(self, keys: Sequence[bytes]) -> Read | None:
+        pool, now_s = self.pool, self._timeline.now_s
+        held = pool.held(keys) if pool is not None and keys else 0
+        if pool is None or not held:
+            return None
+        pin, _ = pool.pin(keys[:held], now_s=now_s)
+        links = (f"{self._name}/host",)
+        return Read("pool", links, len, lambda: pool.unpin(pin), count=held)
+
+    def _move(self, work: Work, read: Read, reserved: list[int]) -> None:
+        work.blocks = reserved
+        request = work.request
+        tokens = read.count * request.chain.block_tokens
+        if read.tail:
+            tokens = len(request.tokens) - len(request.blocks) * request.chain.block_tokens
+        size, began_s = tokens * self._token_bytes, self._timeline.now_s
+        work.transfer = self._links.start(
+            read.links, size, lambda: self._arrived(work, read, began_s)
+        )
+
+    def _arrived(self, work: Work, read: Read, began_s: float) -> None:
+        self._touch()
+        if work.deadline is not None:
+            work.deadline.cancel()
+        work.read_s += self._timeline.now_s - began_s
+        reserved, work.blocks = work.blocks, []
+        work.read = work.transfer = work.deadline = None
+        request, keys = work.request, work.request.reusable_keys
+        for block in reserved:
+            index = len(request.blocks)
+            shared = index < len(keys)
+            request.blocks.append(self._blocks.seal(block, keys[index]) if shared else block)
+            request.fetched[index] = read.source
+        most = len(request.tokens) - request.samples
+        request.computed = min(len(request.blocks) * request.chain.block_tokens, most)
+        read.release()
+        self._next(work)
+
+    def _over(self, work: Work, read: Read) -> None:
+        if work.read is read:
+            self._touch()
+            self.late += 1
+            self.stop(work)
+            self._schedule(work)
+            self.retry()

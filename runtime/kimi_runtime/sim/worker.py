@@ -1,0 +1,363 @@
+"""One simulated worker: the production scheduler and blocks, in a shell that waits instead of
+computing. Pure.
+
+What is around the scheduler in production is done here over virtual time, in the same order.
+Whoever changes its state first calls `touch`, which ends a fast-forward with the step under way.
+"""
+
+import math
+from collections.abc import Sequence
+
+from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.plan import Sampled, StepPlan
+from kimi_runtime.engine.request import Request
+from kimi_runtime.engine.scheduler import Scheduler, SchedulerLimits, SealedBlock
+from kimi_runtime.sim.links import Links
+from kimi_runtime.sim.pool import KEPT_EVENTS, SimPool
+from kimi_runtime.sim.reading import Reader
+from kimi_runtime.sim.storing import Writer
+from kimi_runtime.sim.timeline import Timeline, Timer
+from kimi_runtime.sim.timing import Timing
+from kimi_runtime.sim.window import Window
+from kimi_runtime.sim.work import Work
+from kimi_runtime.spec.worker import LoadReport, Role
+from kimi_runtime.umbp.feed import FeedLog
+
+PAUSE_BINS = 20
+"""Per doubling, of the histogram of pauses between tokens."""
+LEAST_WINDOW = 2
+"""Steps; fewer are not worth a window."""
+
+
+class SimWorker:
+    """A worker on the timeline. `slowness` multiplies all that its timing says.
+
+    With `fast`, unchanged decode batches are fast-forwarded: the same result, sooner.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timing: Timing,
+        limits: SchedulerLimits,
+        total_blocks: int,
+        *,
+        role: Role,
+        node: str,
+        timeline: Timeline,
+        links: Links,
+        pool: SimPool | None,
+        slowness: float = 1.0,
+        fast: bool = True,
+        epoch: int = 1,
+    ) -> None:
+        self.name, self.role, self.node, self.timing = name, role, node, timing
+        self.timeline, self.slowness, self.fast, self.epoch = timeline, slowness, fast, epoch
+        self.feed = FeedLog(
+            name,
+            epoch=epoch,
+            tier="hbm",
+            block_tokens=limits.block_tokens,
+            keep_events=KEPT_EVENTS,
+        )
+        self.blocks = KvBlocks(total_blocks, self.feed)
+        self.scheduler = Scheduler(self.blocks, limits)
+        self.work: dict[int, Work] = {}
+        self.pauses: dict[int, int] = {}
+        """Tokens by the logarithm of how long after the one before they came."""
+        self.steps, self.busy_s = 0, 0.0
+        self.draining = self.failed = False
+        self.last_request = ""
+        self.last_step = (0, 0)
+        """Rows that generated in the newest step, and the tokens they held."""
+        self.reader = Reader(
+            name,
+            self.blocks,
+            token_bytes=timing.kv_token_bytes,
+            timeline=timeline,
+            links=links,
+            pool=pool,
+            touch=self.touch,
+            schedule=self._schedule,
+        )
+        self.writer = None
+        if pool is not None:
+            self.writer = Writer(
+                name,
+                self.blocks,
+                pool,
+                block_bytes=limits.block_tokens * timing.kv_token_bytes,
+                timeline=timeline,
+                links=links,
+                sync=self.sync,
+                freed=self._freed,
+            )
+        self._running: Timer | None = None
+        self._wake: Timer | None = None
+        self._window: Window | None = None
+        self._works: list[Work] = []
+        """Whose steps the window is."""
+        self._reports = 0
+
+    def arrive(self, work: Work) -> None:
+        """A request is here: it is read for, then computed."""
+        self.touch()
+        self.work[work.request.number] = work
+        self.reader.begin(work)
+        self._kick()
+
+    def leave(self, work: Work) -> None:
+        """The request, or its computed prompt, is not wanted any more: all of it goes back."""
+        if work.left:
+            return
+        self.touch()
+        work.left = True
+        self.work.pop(work.request.number, None)
+        self.reader.stop(work)
+        self.scheduler.remove(work.request)
+        self._freed()
+
+    def fail(self) -> list[Work]:
+        """The process is gone with all it held; what it was working on."""
+        self.sync()
+        lost, self.work = list(self.work.values()), {}
+        self.failed = True
+        for work in lost:
+            work.left = True
+            self.reader.stop(work)
+        if self.writer is not None:
+            self.writer.stop()
+        for timer in (self._running, self._wake):
+            if timer is not None:
+                timer.cancel()
+        self._running = self._wake = self._window = None
+        return lost
+
+    def lend(self, keys: Sequence[bytes]) -> list[int]:
+        """Keep the leading run of `keys` that is here until it is given back; its blocks."""
+        self.sync()
+        return [] if self.failed else self.blocks.acquire(keys)
+
+    def give_back(self, lent: Sequence[int]) -> None:
+        """What was lent is read."""
+        if not self.failed:
+            self.sync()
+            self.blocks.release(lent)
+            self._freed()
+
+    def sync(self) -> None:
+        """Bring everything up to now, so that it can be looked at."""
+        if self._window is not None:
+            self._advance(self._window, self._window.over_by(self.timeline.now_s))
+
+    def touch(self) -> None:
+        """Before a change: end a window. The step under way stays as it was planned."""
+        self.sync()
+        window = self._window
+        if window is None:
+            return
+        self._window = None
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if window.done >= window.steps:
+            self._step()
+            return
+        plan = self.scheduler.plan()  # the window has taken its blocks, so this only notes it
+        self._run(plan, window.step_s(window.done), until_s=window.ends_s(window.done + 1))
+
+    def report(self) -> LoadReport:
+        """`GET /load`."""
+        self.sync()
+        self._reports += 1
+        scheduler = self.scheduler
+        reading = [work.request for work in self.work.values() if not work.scheduled]
+        return LoadReport.model_construct(
+            epoch=self.epoch,
+            seq=self._reports,
+            waiting=scheduler.waiting + len(reading),
+            running=scheduler.running,
+            queued_tokens=scheduler.queued_tokens + sum(one.lacking for one in reading),
+            free_blocks=self.blocks.available,
+            total_blocks=self.blocks.total,
+            steps=self.steps,
+            last_request={"router": self.last_request} if self.last_request else {},
+            in_flight={"router": len(self.work)},
+            draining=self.draining,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every block is accounted for by exactly who holds it."""
+        self.sync()
+        requests = (work.request for work in self.work.values())
+        everybody = dict.fromkeys((*requests, *self.scheduler.requests()))
+        holders: list[Sequence[int]] = [request.blocks for request in everybody]
+        holders += [work.blocks for work in self.work.values()]
+        holders += [] if self.writer is None else self.writer.holders()
+        self.blocks.check_integrity(holders)
+
+    def _schedule(self, work: Work) -> None:
+        work.scheduled_s = self.timeline.now_s
+        self.scheduler.add(work.request)
+        self._kick()
+
+    def _freed(self) -> None:
+        """Blocks were given back outside a step."""
+        if self.reader.waiting:
+            self.touch()
+            self.reader.retry()
+        self._kick()
+
+    def _kick(self) -> None:
+        """Who idles looks for work, once all that happens now has happened."""
+        idle = self._running is None and self._wake is None and self._window is None
+        if idle and not self.failed:
+            self._wake = self.timeline.after(0.0, self._woken)
+
+    def _woken(self) -> None:
+        self._wake = None
+        if self._running is None:
+            self._step()
+
+    def _step(self) -> None:
+        plan = self.scheduler.plan()
+        self._tell_completed()
+        if plan.rows:
+            seconds = self._seconds(plan)
+            self._run(plan, seconds, until_s=self.timeline.now_s + seconds)
+
+    def _run(self, plan: StepPlan, seconds: float, *, until_s: float) -> None:
+        self.busy_s += seconds
+        self._running = self.timeline.at(until_s, lambda: self._stepped(plan, seconds))
+
+    def _seconds(self, plan: StepPlan) -> float:
+        rows, held, new, pairs, handed_over = 0, 0, 0, 0.0, 0
+        for row in plan.rows:
+            work, count = self.work.get(row.request), len(row.ids)
+            if work is not None and work.made and count == 1:
+                rows, held = rows + 1, held + row.start
+                continue
+            if work is not None and work.computing_s is None:
+                work.computing_s = self.timeline.now_s
+            new, pairs = new + count, pairs + count * (row.start + count / 2)
+            if work is not None and not work.output_tokens:
+                handed_over += row.start + count == len(work.request.tokens)
+        self.last_step = (rows, held)
+        seconds = self.timing.step_s(rows, held, new, pairs)
+        return self.slowness * (seconds + handed_over * self.timing.constants.prompt_s)
+
+    def _stepped(self, plan: StepPlan, seconds: float) -> None:
+        self._running = None
+        self.steps += 1
+        sampled = [Sampled(row.request, 0) for row in plan.rows if row.sample]
+        self._offer(self.scheduler.commit(plan, sampled))
+        waited = 0
+        for drawn in sampled:
+            work = self.work.get(drawn.request)
+            if work is not None:
+                waited += work.made > 0
+                self._made(work)
+        self._pause(seconds, waited)
+        self._tell_completed()
+        self.reader.retry()
+        if self._running is None and self._wake is None and not self.failed:
+            self._go_on()
+
+    def _made(self, work: Work) -> None:
+        work.made += 1
+        if work.made == work.output_tokens:
+            work.left = True
+            del self.work[work.request.number]
+            self.scheduler.remove(work.request)
+        if work.made == 1:
+            work.began()
+        if work.made == work.output_tokens:
+            work.ended()
+
+    def _tell_completed(self) -> None:
+        for request in self.scheduler.take_completed():
+            work = self.work.get(request.number)
+            if work is not None:
+                work.began()
+
+    def _offer(self, sealed: list[SealedBlock]) -> None:
+        if self.writer is not None and sealed:
+            self.writer.offer(sealed)
+
+    def _pause(self, seconds: float, tokens: int) -> None:
+        if tokens:
+            step = round(PAUSE_BINS * math.log2(max(seconds, 1e-6)))
+            self.pauses[step] = self.pauses.get(step, 0) + tokens
+
+    def _go_on(self) -> None:
+        """The next step, or many at once."""
+        window = self._calm() if self.fast else None
+        if window is None:
+            self._step()
+            return
+        self._window = window
+        window.advance(0)
+        self._watch(window)
+
+    def _calm(self) -> Window | None:
+        """A window, if for some steps nothing but decoding happens."""
+        scheduler = self.scheduler
+        running = scheduler.running
+        if scheduler.waiting or self.reader.waiting or not running:
+            return None
+        if running > scheduler.limits.step_tokens:
+            return None
+        works = [work for work in self.work.values() if work.scheduled]
+        if len(works) != running or any(work.request.lacking != 1 for work in works):
+            return None
+        steps = min(work.output_tokens - work.made for work in works) - 1
+        if steps < LEAST_WINDOW:
+            return None
+        works.sort(key=_rank)
+        window = Window.of(
+            [work.request for work in works],
+            self.blocks,
+            self.timing,
+            slowness=self.slowness,
+            start_s=self.timeline.now_s,
+            steps=steps,
+        )
+        if window.taken > self.blocks.available:
+            return None
+        self._works = works
+        return window
+
+    def _watch(self, window: Window) -> None:
+        """Look again when a block is filled that the pool is to have, or at the window's end."""
+        stop = window.steps if self.writer is None else window.next_seal()
+        self._wake = self.timeline.at(window.ends_s(stop), lambda: self._look(window, stop))
+
+    def _look(self, window: Window, stop: int) -> None:
+        self._wake = None
+        self._advance(window, stop)
+        if stop >= window.steps:
+            self._window = None
+            self._go_on()
+        else:
+            self._watch(window)
+
+    def _advance(self, window: Window, done: int) -> None:
+        """So many steps of the window are over."""
+        before = window.done
+        if done <= before:
+            return
+        sealed = window.advance(done)
+        count, rows = done - before, len(window.requests)
+        self.last_step = (rows, sum(request.computed for request in window.requests))
+        seconds = window.ends_s(done) - window.ends_s(before)
+        self.steps += count
+        self.busy_s += seconds
+        self._pause(seconds / count, rows * count)
+        for work in self._works:
+            work.made += count
+        self._offer(sealed)
+
+
+def _rank(work: Work) -> tuple[float, int]:
+    request: Request = work.request
+    return request.rank, request.number
