@@ -1,11 +1,11 @@
 """What is observed: scraping, alerts and a dashboard, from the metrics the processes export."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.roles import RoleName
+from kimi_operator.desired.dashboard import dashboard, own_series
 from kimi_operator.desired.labels import COMPONENT_LABEL, Owner, metadata_of
 from kimi_operator.desired.left_out import LeftOut
 from kimi_operator.observed import (
@@ -19,9 +19,8 @@ from kimi_operator.observed import (
 POD_MONITOR = "monitoring.coreos.com/v1/PodMonitor"
 PROMETHEUS_RULE = "monitoring.coreos.com/v1/PrometheusRule"
 NOT_INSTALLED = "the Prometheus operator is not installed in this cluster"
-POD_LABEL_DEPLOYMENT = "kimistack_dev_deployment"
 POD_LABEL_ROLE = "kimistack_dev_role"
-"""Labels of pods as the Prometheus operator copies them to series."""
+"""A pod's label as the Prometheus operator copies it to series."""
 
 METRIC_NAMES: Mapping[str, Mapping[str, str]] = {
     "kimistack": {
@@ -94,7 +93,7 @@ def prometheus_rule(owner: Owner, spec: DeploymentSpec) -> Manifest:
 
 def alerts(owner: Owner, spec: DeploymentSpec) -> list[Manifest]:
     """The rules of the alert group."""
-    own = _own(owner)
+    own = own_series(owner)
     errors = f'kimistack_router_requests_total{{{own},status=~"5.."}}'
     every = f"kimistack_router_requests_total{{{own}}}"
     found = [
@@ -111,6 +110,20 @@ def alerts(owner: Owner, spec: DeploymentSpec) -> list[Manifest]:
             "10m",
             "critical",
             "More than 5% of requests end with a server error: see the routers' logs by request.",
+        ),
+        _alert(
+            "RequestsHeld",
+            f"sum(kimistack_router_parked_requests{{{own}}}) > 0",
+            "10m",
+            "warning",
+            "Requests wait and no worker runs: see kubectl kimi status for what keeps one away.",
+        ),
+        _alert(
+            "WorkerSilent",
+            f"min by (worker) (kimistack_router_worker_silent_seconds{{{own}}}) > 30",
+            "2m",
+            "warning",
+            "A worker of the list answers no router: see its pod, and kubectl kimi status.",
         ),
     ]
     if spec.engine == "kimistack":
@@ -190,135 +203,4 @@ def _alert(name: str, expression: str, lasting: str, severity: str, text: str) -
         "for": lasting,
         "labels": {"severity": severity},
         "annotations": {"summary": text},
-    }
-
-
-def _own(owner: Owner) -> str:
-    return f'namespace="{owner.namespace}",{POD_LABEL_DEPLOYMENT}="{owner.name}"'
-
-
-_PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    (
-        "Requests per second",
-        "reqps",
-        (("{{status}}", "sum by (status) (rate(kimistack_router_requests_total{OWN}[5m]))"),),
-    ),
-    (
-        "Time to first token",
-        "s",
-        tuple(
-            (
-                f"p{p}",
-                f"histogram_quantile(0.{p}, "
-                "sum by (le) (rate(kimistack_router_ttft_seconds_bucket{OWN}[5m])))",
-            )
-            for p in (50, 95)
-        ),
-    ),
-    (
-        "Time between chunks",
-        "s",
-        tuple(
-            (
-                f"p{p}",
-                f"histogram_quantile(0.{p}, "
-                "sum by (le) (rate(kimistack_router_itl_seconds_bucket{OWN}[5m])))",
-            )
-            for p in (50, 95)
-        ),
-    ),
-    (
-        "Output tokens per second",
-        "short",
-        (("tokens", "sum(rate(kimistack_router_output_tokens_total{OWN}[5m]))"),),
-    ),
-    (
-        "Prompt tokens by where their KV came from",
-        "short",
-        (
-            (
-                "{{source}}",
-                "sum by (source) (rate(kimistack_router_prompt_tokens_total{OWN}[5m]))",
-            ),
-        ),
-    ),
-    (
-        "Waiting and running by worker",
-        "short",
-        (
-            ("{{pod}} waiting", "kimistack_worker_waiting{OWN}"),
-            ("{{pod}} running", "kimistack_worker_running{OWN}"),
-        ),
-    ),
-    (
-        "Hand-off bytes per second",
-        "Bps",
-        (("bytes", "sum(rate(kimistack_router_hand_off_bytes_total{OWN}[5m]))"),),
-    ),
-    (
-        "Pool pages",
-        "short",
-        (("{{state}}", "sum by (state) (kimistack_umbp_pages{OWN})"),),
-    ),
-    (
-        "Pool blocks asked for and not served",
-        "short",
-        (("{{reason}}", "sum by (reason) (rate(kimistack_umbp_lost_blocks_total{OWN}[5m]))"),),
-    ),
-    (
-        "Workers planned onto",
-        "short",
-        (("{{pod}}", "sum by (pod) (kimistack_router_worker_ready{OWN})"),),
-    ),
-)
-"""Title, unit, and the legend and query of each series; {OWN} is replaced by the selector."""
-
-
-def dashboard(owner: Owner) -> Manifest:
-    """A ConfigMap with a Grafana dashboard, labelled as Grafana's sidecar looks for it."""
-    own = "{" + _own(owner) + "}"
-    panels = [_panel(i, panel, own) for i, panel in enumerate(_PANELS)]
-    board = {
-        "title": f"Kimistack {owner.namespace}/{owner.name}",
-        "uid": f"kimistack-{owner.name}",
-        "schemaVersion": 39,
-        "time": {"from": "now-1h", "to": "now"},
-        "refresh": "30s",
-        "templating": {
-            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]
-        },
-        "panels": panels,
-    }
-    text = json.dumps(board, indent=1, sort_keys=True) + "\n"
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata_of(
-            owner, f"{owner.name}-dashboard", "deployment", labels={"grafana_dashboard": "1"}
-        ),
-        "data": {f"{owner.name}.json": text},
-    }
-
-
-def _panel(
-    index: int, panel: tuple[str, str, tuple[tuple[str, str], ...]], own: str
-) -> dict[str, Any]:
-    title, unit, series = panel
-    source = {"type": "prometheus", "uid": "${datasource}"}
-    return {
-        "id": index + 1,
-        "title": title,
-        "type": "timeseries",
-        "datasource": source,
-        "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)},
-        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
-        "targets": [
-            {
-                "refId": chr(ord("A") + position),
-                "datasource": source,
-                "legendFormat": legend,
-                "expr": query.replace("{OWN}", own),
-            }
-            for position, (legend, query) in enumerate(series)
-        ],
     }

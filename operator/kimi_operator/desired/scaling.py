@@ -6,9 +6,10 @@ from kimi_operator.api.base import API_VERSION
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.api.scaling import Metric, ScalingBehavior
+from kimi_operator.desired.dashboard import POD_LABEL_DEPLOYMENT
 from kimi_operator.desired.labels import Owner, metadata_of, selector_of
 from kimi_operator.desired.left_out import LeftOut
-from kimi_operator.desired.monitoring import METRIC_NAMES, POD_LABEL_DEPLOYMENT, POD_LABEL_ROLE
+from kimi_operator.desired.monitoring import METRIC_NAMES, POD_LABEL_ROLE
 from kimi_operator.desired.names import role_name, router_name
 from kimi_operator.observed import (
     DEPLOYMENT_LABEL,

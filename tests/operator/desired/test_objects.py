@@ -668,6 +668,9 @@ def test_alerts_panels_and_scalers_use_metrics_that_are_exported():
     text = yaml.safe_dump_all(result_of({**NANO, "decode": {"scaling": scaling}}).manifests)
     used = set(re.findall(r"kimistack_(?:router|worker|umbp)_[a-z_]+", text))
     assert len(used) > 15
+    told = {"queue_seconds", "parked_requests", "waiting_requests", "kv_use"}
+    told |= {"transfer_backlog_seconds", "worker_silent_seconds"}
+    assert {f"kimistack_router_{name}" for name in told} <= used
     known = exported()
     for name in used:
         assert name in known or re.sub(r"_(total|bucket)$", "", name) in known, name
@@ -689,6 +692,7 @@ def test_the_dashboard_is_one_that_grafana_reads():
     assert all(panel["targets"] for panel in board["panels"])
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(set(places)) == len(places)
+    assert len({panel["title"] for panel in board["panels"]}) == len(places)
 
 
 # What cannot serve
