@@ -1,8 +1,9 @@
 """kopf's triggers: they take in what watches tell and wake a deployment, and decide nothing.
 
 One daemon per KimiDeployment makes its passes, one after another; events of the resource and of
-its children only wake it, so that a burst of them becomes one pass. Children are listed before
-kopf starts (`reflect`): the first pass sees all there is.
+its children only wake it, so that a burst of them becomes one pass. The event that tells of the
+resource's deletion is handled until it is taken down in order, by whichever operator is there.
+Children are listed before kopf starts (`reflect`): the first pass sees all there is.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ DEBOUNCE_S = 0.2
 FIRST_BACKOFF_S = 1.0
 MOST_BACKOFF_S = 60.0
 TEARDOWN_POLL_S = 2.0
+STOP_WITHIN_S = 2.0
 AT_ONCE = 8
 """Passes at a time. Deciding keeps the event loop busy: hundreds at once would take turns so slowly
 that requests, the renewal of the Lease among them, were late."""
@@ -46,6 +48,21 @@ class Wakes:
     metrics: Metrics
     _events: dict[Key, asyncio.Event] = field(default_factory=dict)
     _since_s: dict[Key, float] = field(default_factory=dict)
+    _teardowns: dict[Key, asyncio.Event] = field(default_factory=dict)
+
+    @contextmanager
+    def of_teardown(self, key: Key) -> Iterator[asyncio.Event]:
+        """Set as often as the deployment is woken, beside the wake of its passes."""
+        event = self._teardowns[key] = asyncio.Event()
+        try:
+            yield event
+        finally:
+            if self._teardowns.get(key) is event:
+                del self._teardowns[key]
+
+    def in_teardown(self) -> frozenset[Key]:
+        """Deployments that are being taken down."""
+        return frozenset(self._teardowns)
 
     @contextmanager
     def of(self, key: Key) -> Iterator[asyncio.Event]:
@@ -61,6 +78,8 @@ class Wakes:
 
     def wake(self, key: Key | None) -> None:
         """Have a pass made, if somebody makes passes of it."""
+        if key is not None and key in self._teardowns:
+            self._teardowns[key].set()
         event = self._events.get(key) if key is not None else None
         if event is not None and key is not None and not event.is_set():
             event.set()
@@ -86,6 +105,8 @@ class Daemons:
     wakes: Wakes
     metrics: Metrics
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    _writing: dict[Key, asyncio.Lock] = field(default_factory=dict)
+    _over: set[str] = field(default_factory=set)
 
     async def keep(self, key: Key, stopped: Any) -> None:
         """Make passes until the deployment goes or the operator ends."""
@@ -100,8 +121,6 @@ class Daemons:
                     wake.set()
                 await first_of(wake, stopped, wait_s)
                 await stopped.wait(DEBOUNCE_S)
-            if kopf.DaemonStoppingReason.RESOURCE_DELETED in (stopped.reason or _NO_REASON):
-                await self._tear_down(key, wake)
 
     async def _guarded(self, key: Key, failures: int) -> tuple[float | None, int]:
         """One pass that never raises: after how long the next is due, and failures in a row.
@@ -112,7 +131,7 @@ class Daemons:
         began_s, outcome = now_s(), "failed"
         applies = self.reconciler.applies(key)
         try:
-            async with self.turns:
+            async with self._one_of(key), self.turns:
                 began_s = now_s()
                 self.wakes.begun(key)
                 wait_s = await self.reconciler.run_pass(key)
@@ -140,29 +159,44 @@ class Daemons:
             failures = 0
         return max(backoff_s(failures), retry_after_s), failures + 1
 
-    async def _tear_down(self, key: Key, wake: asyncio.Event) -> None:
-        """Take down in order, within a deadline: deletion may be slow, but never stick."""
+    async def take_down(self, key: Key, uid: str) -> None:
+        """Take down in order, within a deadline: deletion may be slow, but never stick.
+
+        Returns when it is over, or has taken too long; then it is not begun again.
+        """
+        if uid in self._over:
+            return
         deadline_s = now_s() + self.reconciler.teardown_s(key)
         failures = 0
-        while now_s() < deadline_s:
-            wake.clear()
-            wait_s = TEARDOWN_POLL_S
-            try:
-                if await self.reconciler.tear_down(key) is None:
-                    return
-                failures = 0
-            except ClusterError as exc:
-                logger.warning("%s: teardown: %s", key, exc)
-                wait_s, failures = backoff_s(failures), failures + 1
-            try:
-                async with asyncio.timeout(wait_s):
-                    await wake.wait()
-            except TimeoutError:
-                pass
-        logger.warning("%s: the teardown took too long; garbage collection does the rest", key)
+        with self.wakes.of_teardown(key) as wake:
+            while now_s() < deadline_s:
+                wake.clear()
+                wait_s = TEARDOWN_POLL_S
+                try:
+                    async with self._one_of(key):
+                        if await self.reconciler.tear_down(key) is None:
+                            break
+                    failures = 0
+                except ClusterError as exc:
+                    logger.warning("%s: teardown: %s", key, exc)
+                    wait_s, failures = backoff_s(failures), failures + 1
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await wake.wait()
+                except TimeoutError:
+                    pass
+            else:
+                logger.warning("%s: the teardown took too long; garbage collection goes on", key)
+        self._over.add(uid)
 
+    def forget(self, key: Key, uid: str) -> None:
+        """A deployment is gone."""
+        self._over.discard(uid)
+        self._writing.pop(key, None)
 
-_NO_REASON = kopf.DaemonStoppingReason(0)
+    def _one_of(self, key: Key) -> asyncio.Lock:
+        """Held while a deployment's children are written: by its passes, or by its teardown."""
+        return self._writing.setdefault(key, asyncio.Lock())
 
 
 def backoff_s(failures: int) -> float:
@@ -229,12 +263,21 @@ def register(
     async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002
         change: Change = "DELETED" if type == "DELETED" else "MODIFIED"
         manifest = {**body, "apiVersion": ours.api_version, "kind": ours.kind}
-        daemons.wakes.wake(cache.saw(change, manifest))
+        key = cache.saw(change, manifest)
+        daemons.wakes.wake(key)
+        metadata = body["metadata"]
+        if type == "DELETED":
+            daemons.forget(Key.of(metadata), metadata["uid"])
+        elif "deletionTimestamp" in metadata and FINALIZER in (metadata.get("finalizers") or ()):
+            # kopf takes the finalizer off after this, and after nothing else: it starts no daemon
+            # for what was being deleted already when the operator came
+            await daemons.take_down(Key.of(metadata), metadata["uid"])
 
     @kopf.daemon(
         *at,
         registry=registry,
         id="reconcile",
+        cancellation_backoff=STOP_WITHIN_S,  # at the operator's end, for the pass under way
         cancellation_polling=TEARDOWN_POLL_S,
     )
     async def keep_reconciled(body: kopf.Body, stopped: Any, **_: Any) -> None:

@@ -36,7 +36,7 @@ from kimi_operator.repairs import Repairs, cannot_change, may_replace, remedy, r
 from kimi_operator.scale import workers_replicas
 from kimi_operator.stamps import rfc3339
 from kimi_operator.status import first_status, status_of, unable_status
-from kimi_operator.teardown import STAGES, next_teardown
+from kimi_operator.teardown import OVERDUE_S, STAGES, endless_pods, next_teardown
 from kimi_operator.verdicts import Problem
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 
@@ -129,9 +129,12 @@ class Reconciler:
         resource = self.cache.deployment(key)
         if resource is None:
             return None
-        uid = resource["metadata"]["uid"]
-        stage, deletes = next_teardown(self.cache.children(key), uid)
+        children, uid = self.cache.children(key), resource["metadata"]["uid"]
+        nodes = await self._list_nodes(NODES_SOON_S)
+        stage, deletes = next_teardown(children, uid, endless_pods(children, nodes, self.unix_s()))
         for wanted in deletes:
+            if "deletionTimestamp" in children[wanted.key]["metadata"]:
+                logger.warning("%s: %s is let go: nobody ends its pods", key, wanted.key)
             await self._delete(key, wanted)
         return stage
 
@@ -145,13 +148,13 @@ class Reconciler:
         return memory.applies if memory is not None else 0
 
     def teardown_s(self, key: Key) -> float:
-        """How long the ordered deletion may take: each stage its pods' grace, and some more."""
+        """How long the ordered deletion may take, whatever happens: each stage its pods' grace."""
         graces = [
             float(child["spec"].get("terminationGracePeriodSeconds") or 30)
             for at, child in self.cache.children(key).items()
             if at.kind == "Pod"
         ]
-        return len(STAGES) * 30.0 + 3 * max(graces, default=0.0)
+        return len(STAGES) * (30.0 + OVERDUE_S) + 4 * max(graces, default=0.0)
 
     async def _converge(self, key: Key, memory: _Remembered) -> float | None:
         decision, observed = await self._look(key)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import MERGE, Cluster, Server
+from kimi_operator.cache import Key
 from kimi_operator.changes import is_owned
 from kimi_operator.clock import now_s
 from kimi_operator.kinds import watched_kinds
@@ -288,5 +289,37 @@ async def test_a_second_operator_waits_and_takes_over_what_the_first_left(server
 
         async def gone() -> bool:
             return await world.resource("handed") is None
+
+        await world.soon(gone, "deleted")
+
+
+async def test_an_operator_that_starts_amid_a_teardown_goes_on_with_it_in_order(server: Server):
+    router = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/late-router"
+    async with running(server, "first") as world:
+        await world.call("POST", OURS, document("late"), "application/json")
+        uid = (await world.until(applied, "late"))["metadata"]["uid"]
+        await world.call("PATCH", router, {"metadata": {"finalizers": ["example.com/held"]}})
+        await world.call("DELETE", f"{OURS}/late")
+
+        async def begun() -> bool:
+            _, answer = await world.call("GET", router)
+            return "deletionTimestamp" in answer["metadata"]
+
+        await world.soon(begun, "the router is taken down")
+    async with running(server, "second") as world:
+
+        async def goes_on() -> bool:
+            await world.resource("late")
+            return Key(NAMESPACE, "late") in world.operator.wakes.in_teardown()
+
+        await world.soon(goes_on, "the second operator has seen it")
+        children = await world.children(uid)
+        engines = [child for key, child in children.items() if key.kind == "StatefulSet"]
+        assert engines, "engines stay until the router has ended"
+        assert not any("deletionTimestamp" in child["metadata"] for child in engines)
+        await world.call("PATCH", router, {"metadata": {"finalizers": []}})
+
+        async def gone() -> bool:
+            return await world.resource("late") is None
 
         await world.soon(gone, "deleted")

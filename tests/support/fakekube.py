@@ -303,6 +303,8 @@ class FakeKube:
             finalizers = new["metadata"].setdefault("finalizers", [])
             if "foregroundDeletion" not in finalizers:
                 finalizers.append("foregroundDeletion")
+        elif "foregroundDeletion" in new["metadata"].get("finalizers", ()):
+            new["metadata"]["finalizers"].remove("foregroundDeletion")  # asked for otherwise now
         if new["metadata"].get("finalizers"):
             new["metadata"].setdefault("deletionTimestamp", CREATED)
             self._store(key, new)

@@ -4,6 +4,9 @@ import pytest
 
 from fakekube import Call, Faults, Killed, KilledAfter, Snapshots, busy
 from kimi_operator.observed import ObjectKey
+from kimi_operator.reconcile import NODES_SOON_S
+from kimi_operator.stamps import rfc3339
+from kimi_operator.teardown import OVERDUE_S
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 from operator_world import KEY, World, nano
 
@@ -165,6 +168,83 @@ async def test_teardown_takes_the_router_first_and_the_pool_last_and_leaves_noth
     world.controllers.settle()
     left = {key.kind for key in world.kube.objects}
     assert left <= {"Event", "Node"}
+
+
+@pytest.mark.parametrize(
+    "node", ["node-1 is not ready", "node-1 is gone", "nodes are not readable"]
+)
+@pytest.mark.parametrize("component", ["router", "engine", "umbp"])
+async def test_a_teardown_waits_for_no_pod_that_nobody_ends(component: str, node: str):
+    world = await undisturbed()
+    stay = _without_kubelet(world, component)
+    if node == "node-1 is not ready":
+        unready = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+        at = ObjectKey("v1", "Node", "", "node-1")
+        world.kube.edit(at, {"status": unready}, "kcm", subresource="status")
+    elif node == "node-1 is gone":
+        world.kube.remove(ObjectKey("v1", "Node", "", "node-1"))
+    else:
+        world.kube.before = _no_nodes
+        world.now_s += OVERDUE_S
+    world.now_s += NODES_SOON_S
+    world.kube.remove(KEY.object)
+    stages: list[str | None] = []
+    while None not in stages and len(stages) < 20:
+        stages.append(await world.reconciler.tear_down(KEY))
+        world.kube.collect_garbage()
+    assert list(dict.fromkeys(stages)) == ["router", "decode", "prefill", "umbp", None]
+    pods = {pod["metadata"]["name"] for pod in world.kube.of_kind("Pod")}
+    assert pods == stay, "only Kubernetes may say that a pod of a lost node is no more"
+
+
+async def test_a_teardown_waits_for_a_pod_that_is_ending():
+    world = await undisturbed()
+    _without_kubelet(world, "engine")
+    world.kube.remove(KEY.object)
+    for _ in range(20):
+        stage = await world.reconciler.tear_down(KEY)
+        world.kube.collect_garbage()
+    assert stage == "decode"
+
+
+def _without_kubelet(world: World, component: str) -> set[str]:
+    """Nobody ends the component's pods, nor the finalizer's resource; the names of the pods."""
+    world.kube.edit(KEY.object, {"metadata": {"finalizers": ["kimistack.dev/teardown"]}})
+    for kind in ("Deployment", "DaemonSet"):
+        for workload in world.kube.of_kind(kind):
+            template, name = workload["spec"]["template"], workload["metadata"]["name"]
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {
+                    "name": f"{name}-x",
+                    "namespace": KEY.namespace,
+                    "labels": template["metadata"]["labels"],
+                    "ownerReferences": [
+                        {
+                            "apiVersion": "apps/v1",
+                            "kind": kind,
+                            "name": name,
+                            "uid": workload["metadata"]["uid"],
+                        }
+                    ],
+                },
+                "spec": {"nodeName": "node-1", "containers": []},
+            }
+            world.kube.put(pod, "controller")
+    stay = set()
+    for pod in world.kube.of_kind("Pod"):
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == component:
+            patch = {"finalizers": ["test/kubelet"], "deletionTimestamp": rfc3339(world.now_s)}
+            world.kube.edit(ObjectKey.of(pod), {"metadata": patch}, "kubelet")
+            stay.add(pod["metadata"]["name"])
+    assert stay
+    return stay
+
+
+def _no_nodes(call: Call) -> None:
+    if call.kind == "Node":
+        raise ClusterRefused("nodes is forbidden", code=403)
 
 
 async def test_a_teardown_killed_at_any_write_goes_on():
