@@ -1,5 +1,5 @@
-"""The runtime's subcommands: `worker`, `router`, `umbp`, each started from one spec file, and
-`quality`, which examines a model.
+"""The runtime's subcommands: `worker`, `router`, `umbp`, each started from one spec file,
+`quality`, which examines a model, and `sim`, which simulates deployments.
 
 Exit status 0 after a drain, 2 with one line on standard error for a wrong spec, file, key or port,
 1 with one line for everything else that was foreseen.
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from kimi_runtime.errors import ConfigError, KimistackError
 from kimi_runtime.settings import read_settings
+from kimi_runtime.sim.cli import app as sim_app
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import FileWeights, WorkerSpec
@@ -29,6 +30,8 @@ app = typer.Typer(
     help="Run one part of the stack.",
     pretty_exceptions_enable=False,  # standard error is a log
 )
+
+app.add_typer(sim_app, name="sim")
 
 ENGINE_EXTRA = ("numpy", "safetensors", "torch")
 

@@ -74,7 +74,7 @@ class ClusterEvent(SpecModel):
 
 @dataclass(slots=True)
 class Cluster:
-    """What there is now. Workers are named w0…, or p0… and d0…; nodes n0…; pools like their node."""
+    """What there is now. Workers are w0, w1, or p0 and d0; nodes n0; pools are named like nodes."""
 
     spec: ClusterSpec
     timeline: Timeline

@@ -90,6 +90,9 @@ class Reader:
         if request.computed % request.chain.block_tokens:
             read, lacking = None, []  # it ends in a private tail
         if read is not None:
+            # what the last token is computed from may end with a full block: then there is no tail
+            most = len(request.tokens) - request.samples
+            read.tail = read.tail and bool(most % request.chain.block_tokens)
             read.count = read.hold(lacking[: max(read.until - len(request.blocks), 0)])
             if not read.count and not read.tail:
                 read.release()

@@ -3,8 +3,8 @@
 A step computes one token for each of `rows` sequences that generate, and `new_tokens` of prompts.
 Per tensor rank it takes
 
-`launch_s * operations + moe(T) + linear(T) + reduce(T) + kv * K + state * rows + row_s * rows
-+ pair * pairs`
+`launch_s * operations + moe(T) + linear(T) + reduce(T) + kv * K + (state + row_s) * rows
++ crowd_s * max(rows - 128, 0) + pair * pairs`
 
 with T = rows + new_tokens, K the KV tokens that the generating rows hold and `pairs` the (new
 token, token it attends to) pairs of the prompts. `moe` is interpolated in aiter's tuned kernel
@@ -44,6 +44,8 @@ OUTPUT_GATE_OPERATIONS = ("gate", "multiply")
 LATENT_OPERATIONS = ("down", "norm", "up")
 ATTN_RES_OPERATIONS = ("attention scores", "mix", "ffn scores", "mix")
 PREFILL_CHUNK_TOKENS = 8192
+CROWD_ROWS = 128
+"""From here on every expert is awake in a step, and more rows no longer come for almost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Constants:
     """Of one operation in a step, besides what it moves or multiplies."""
     row_s: float
     """Sampling and bookkeeping of one generating sequence in a step."""
+    crowd_s: float
+    """The same for each row beyond `CROWD_ROWS`: samplers and small products grow with rows."""
     prompt_s: float
     """For how long a prompt that is handed over occupies its worker besides being computed."""
     hand_off_s: float
@@ -125,6 +129,7 @@ class Timing:
             + self.work_s(rows + new_tokens)
             + max(read_s, token_s * max(rows, 1))
             + self.row_s * rows
+            + self.constants.crowd_s * max(rows - CROWD_ROWS, 0)
             + self.kv_token_s * kv_tokens
             + self.pair_s * pairs
         )

@@ -1,0 +1,241 @@
+"""`kimistack sim`: deployments on paper, from the command line."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from kimi_runtime.errors import ConfigError, KimistackError
+
+if TYPE_CHECKING:  # numpy and the planner are loaded once a command runs
+    from kimi_runtime.sim.tasks import Outcome, Task
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Simulate deployments: production's decisions over virtual time.",
+)
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write figures and all requests.")
+]
+
+
+@app.command()
+def run(
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="Repeat it to compare; `all`: ours and all baselines."),
+    ] = None,
+    sessions: Annotated[int, typer.Option("--sessions", min=1)] = 128,
+    turns: Annotated[
+        int | None, typer.Option("--turns", min=1, help="Of a session; none: drawn.")
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option("--seed", help="Repeat it for more runs of each policy.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes.")] = 1,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="FILE", help="A ClusterSpec as JSON.")
+    ] = None,
+    events: Annotated[
+        Path | None,
+        typer.Option("--events", metavar="FILE", help="A JSON list of ClusterEvents."),
+    ] = None,
+    mix: Annotated[
+        Path | None, typer.Option("--mix", metavar="FILE", help="An AgentMix as JSON.")
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--everything", help="People, subagents, compaction, aborts, tenants too."),
+    ] = False,
+    gap_cap: Annotated[
+        float | None, typer.Option("--gap-cap", help="No pause is longer, in seconds.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="In place of drawn sessions.")
+    ] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="mooncake, tracelab, abench or kimistack.")
+    ] = "mooncake",
+    lanes: Annotated[
+        int | None, typer.Option("--lanes", min=1, help="Sessions at a time; none: all.")
+    ] = None,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Pools are told where sessions stand.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Run sessions of coding agents, or a trace, on a simulated cluster, and print what came."""
+    with _foreseen():
+        from kimi_runtime.sim.cluster import ClusterEvent, ClusterSpec
+        from kimi_runtime.sim.report import markdown
+        from kimi_runtime.sim.tasks import BASELINES, OURS, Task, policy_of
+        from kimi_runtime.sim.workload import AgentMix
+
+        shape = _read(mix, TypeAdapter(AgentMix)) if mix is not None else AgentMix()
+        if everything:
+            shape = shape.everything()
+        changes = {"turns": turns, "gap_cap_s": gap_cap}
+        shape = AgentMix.model_validate(
+            shape.model_dump() | {name: to for name, to in changes.items() if to is not None}
+        )
+        base = Task.model_validate(
+            {
+                "cluster": _read(cluster, TypeAdapter(ClusterSpec)) if cluster else ClusterSpec(),
+                "sessions": sessions,
+                "mix": shape,
+                "trace": None if trace is None else {"path": trace, "format": trace_format},
+                "lanes": lanes,
+                "events": (
+                    () if events is None else _read(events, TypeAdapter(tuple[ClusterEvent, ...]))
+                ),
+                "hints": hints,
+            }
+        )
+        names = list(policy or [OURS])
+        if "all" in names:
+            names = [OURS, *BASELINES]
+        for name in names:
+            policy_of(name, base.cluster)
+        tasks = [
+            base.model_copy(update={"policy": name, "seed": number})
+            for number in seed or [1]
+            for name in names
+        ]
+        outcomes = _all(tasks, jobs, keep=json_file is not None)
+        typer.echo(markdown([one.summary for one in outcomes]), nl=False)
+        if json_file is not None:
+            _write(json_file, tasks, outcomes)
+
+
+@app.command()
+def calibrate(
+    most: Annotated[
+        int, typer.Option("--up-to", min=1, help="Concurrency up to which points are simulated.")
+    ] = 256,
+    json_file: JsonFile = None,
+) -> None:
+    """Simulate every published MI355X point, and print how far off each is: fitted and held out."""
+    with _foreseen():
+        from kimi_runtime.sim.calibration import Compared, compared, errors
+
+        typer.echo("| series | concurrency | tok/s | error | TTFT | error | TPOT | error |")
+        typer.echo("| --- | --- | --- | --- | --- | --- | --- | --- |")
+
+        def tell(one: Compared) -> None:
+            ours = one.simulated
+            kind = "fitted" if one.fitted else "held out"
+            typer.echo(
+                f"| {one.series} ({kind}) | {ours.concurrency} "
+                f"| {ours.total_tokens_per_s:.0f} | {one.error('total_tokens_per_s'):+.1%} "
+                f"| {ours.ttft_s:.3f} s | {one.error('ttft_s'):+.1%} "
+                f"| {1e3 * ours.tpot_s:.2f} ms | {one.error('tpot_s'):+.1%} |"
+            )
+
+        made = compared(most=most, told=tell)
+        groups = {"fitted": True, "held out": False}
+        for name, fitted in groups.items():
+            some = errors(one for one in made if one.fitted is fitted)
+            if some is not None:
+                typer.echo(
+                    f"{name}: {some.points} points; mean error of TPOT {some.tpot:.1%} "
+                    f"(worst {some.worst_tpot:.1%}), of throughput {some.throughput:.1%} "
+                    f"(worst {some.worst_throughput:.1%}), of TTFT {some.ttft:.1%}"
+                )
+        if json_file is not None:
+            text = TypeAdapter(list[Compared]).dump_json(made, indent=1)
+            _write_bytes(json_file, text + b"\n")
+
+
+def _all(tasks: "Sequence[Task]", jobs: int, *, keep: bool) -> "list[Outcome]":
+    """Run the tasks, `jobs` at a time, in their order."""
+    from kimi_runtime.sim.tasks import simulate
+
+    act = partial(simulate, keep=keep)
+    made = []
+    if jobs == 1 or len(tasks) == 1:
+        for number, task in enumerate(tasks):
+            made.append(simulate(task, keep=keep, progress=_progress(task, number, len(tasks))))
+        _clear()
+        return made
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
+        for one in pool.map(act, tasks):
+            made.append(one)
+            _show(f"{len(made)} of {len(tasks)} runs")
+    _clear()
+    return made
+
+
+def _progress(task: "Task", number: int, of: int) -> Callable[[int], None]:
+    def tell(requests: int) -> None:
+        _show(f"run {number + 1} of {of} ({task.policy}, seed {task.seed}): {requests} requests")
+
+    return tell
+
+
+def _show(text: str) -> None:
+    """One line on a terminal, rewritten; nothing where standard error is a file."""
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K{text}", nl=False, err=True)
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        typer.echo("\r\x1b[K", nl=False, err=True)
+
+
+def _write(path: Path, tasks: "Sequence[Task]", outcomes: "Sequence[Outcome]") -> None:
+    runs = [
+        {
+            "task": task.model_dump(mode="json"),
+            "summary": outcome.summary.model_dump(mode="json"),
+            "requests": outcome.requests,
+        }
+        for task, outcome in zip(tasks, outcomes, strict=True)
+    ]
+    _write_bytes(path, json.dumps({"runs": runs}).encode() + b"\n")
+
+
+def _write_bytes(path: Path, text: bytes) -> None:
+    try:
+        path.write_bytes(text)
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def _read(path: Path, adapter: TypeAdapter[T]) -> T:
+    try:
+        return adapter.validate_json(path.read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
+    except ValidationError as exc:
+        raise ConfigError(f"{path}: {_places(exc)}") from exc
+
+
+def _places(exc: ValidationError) -> str:
+    errors = exc.errors(include_url=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in errors)
+
+
+@contextmanager
+def _foreseen() -> Iterator[None]:
+    """What was foreseen becomes one line and an exit status."""
+    try:
+        yield
+    except ValidationError as exc:
+        typer.echo(f"kimistack: {_places(exc)}", err=True)
+        raise SystemExit(ConfigError.exit_code) from None
+    except KimistackError as exc:
+        typer.echo(f"kimistack: {' '.join(str(exc).split())}", err=True)
+        raise SystemExit(exc.exit_code) from None
