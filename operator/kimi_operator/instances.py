@@ -107,6 +107,10 @@ def _view(
         ),
         terminating=terminating,
         draining_since_s=_draining_since_s(draining),
+        pods_made=len(running),
+        pods_not_started=tuple(
+            sorted(pod["metadata"]["name"] for pod in running if not_started(pod))
+        ),
         evicted=(stateful_set["metadata"].get("annotations") or {}).get(EVICT) == "true",
     )
 
@@ -143,14 +147,45 @@ def pod_failures(pod: Manifest) -> tuple[str, ...]:
     ]
     for part in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(part) or ():
-            waiting = container.get("state", {}).get("waiting") or {}
-            if waiting.get("reason") in BROKEN:
-                last = container.get("lastState", {}).get("terminated") or {}
-                why = waiting.get("message") or last.get("reason") or ""
-                found.append(f"{waiting['reason']}: {name}/{container['name']}: {why}")
+            failure = _container_failure(container)
+            if failure is not None:
+                reason, why = failure
+                found.append(f"{reason}: {name}/{container['name']}: {why}")
     if status.get("phase") == "Failed":
         found.append(f"{status.get('reason', 'Failed')}: {name}: {status.get('message', '')}")
     return tuple(" ".join(line.split())[:500] for line in found)
+
+
+def _container_failure(container: Manifest) -> tuple[str, str] | None:
+    """Reason and text, the same ones while the kubelet goes from one try to the next."""
+    waiting = container.get("state", {}).get("waiting") or {}
+    reason, last = waiting.get("reason"), container.get("lastState", {}).get("terminated") or {}
+    if reason in ("ErrImagePull", "ImagePullBackOff"):
+        image = container.get("image") or "?"
+        return (
+            "ImagePullBackOff",
+            f"image {image} cannot be pulled; check its name and tag and spec.imagePullSecrets, "
+            "kubectl describe pod has the registry's answer",
+        )
+    tries = not container.get("ready") and container.get("restartCount", 0) > 1 and last
+    if reason == "CrashLoopBackOff" or (tries and last.get("exitCode")):
+        how = f"it ends with exit code {last['exitCode']}" if "exitCode" in last else "it ends"
+        why = f" ({last['reason']})" if last.get("reason") not in (None, "Error") else ""
+        return "CrashLoopBackOff", f"{how}{why}; kubectl logs --previous shows its last words"
+    if reason in BROKEN:
+        return str(reason), waiting.get("message") or last.get("reason") or ""
+    return None
+
+
+def not_started(pod: Manifest) -> bool:
+    """Whether the pod is on a node and the kubelet has started no container of it yet."""
+    status = pod.get("status", {})
+    containers = [
+        *(status.get("initContainerStatuses") or ()),
+        *(status.get("containerStatuses") or ()),
+    ]
+    begun = any({"running", "terminated"} & (c.get("state") or {}).keys() for c in containers)
+    return bool(pod["spec"].get("nodeName")) and not begun and status.get("phase") == "Pending"
 
 
 def fixable_by_recreation(pod: Manifest, update_revision: str) -> bool:

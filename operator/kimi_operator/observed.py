@@ -193,6 +193,10 @@ class InstanceView:
     """When the drain was asked for, as its pods' annotation says."""
     unready_since_s: float | None = None
     """When the first of its pods stopped being ready; None while ready or never seen ready."""
+    pods_made: int = 0
+    """Pods that are there and not ending, on a node or not."""
+    pods_not_started: tuple[str, ...] = ()
+    """Names of pods on a node of which no container has begun."""
     evicted: bool = False
     """A person asked for it to be drained and replaced."""
 

@@ -14,6 +14,7 @@ from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.conditions import Condition
 from kimi_operator.eligibility import nodes_eligible
+from kimi_operator.instances import pod_failures
 from kimi_operator.observed import InstanceView, LostPod, Manifest, Observed
 from kimi_operator.rollout.view import Step
 from kimi_operator.stamps import rfc3339
@@ -60,12 +61,13 @@ def conditions_of(
     parts = {name: _role_condition(facts, name) for name, _ in spec.roles()}
     parts_list = [*parts.values(), _router_condition(facts, router)]
     if spec.kv_pool.enabled:
-        parts_list.append(_pool_condition(pool))
+        parts_list.append(_pool_condition(facts, pool))
     progress = _progress(facts)
     stalled = _stalled(facts)
     degraded = _degraded(facts)
     ready = _ready(facts, parts_list, progress, stalled)
-    working = progress.holds is True or (ready.holds is False and stalled.holds is False)
+    waits = ready.holds is False and stalled.holds is False and ready.reason != "Suspended"
+    working = progress.holds is True or waits
     reconciling = Condition(
         "Reconciling",
         working and stalled.holds is False,
@@ -104,6 +106,9 @@ def _ready(
     if facts.deployment.spec.suspend == "Scale":
         return Condition("Ready", False, "Suspended", "spec.suspend is Scale: no instance runs")
     missing = [part for part in parts if not part.holds]
+    if missing and facts.deployment.spec.suspend == "Reconcile":
+        why = "spec.suspend is Reconcile: nothing is changed"
+        return Condition("Ready", False, "Suspended", f"{missing[0].message}; {why}")
     if missing:
         return Condition("Ready", False, missing[0].reason, missing[0].message)
     if progress.holds:
@@ -132,6 +137,8 @@ def _serving_by_revision(facts: Facts) -> dict[str, dict[RoleName, int]]:
 
 def _progress(facts: Facts) -> Condition:
     step = facts.step
+    if facts.deployment.spec.suspend == "Reconcile" and not step.done:
+        return Condition("Progressing", False, "Suspended", "spec.suspend is Reconcile")
     if facts.deployment.spec.rollout.paused and not step.done:
         return Condition("Progressing", False, "Paused", "spec.rollout.paused is true")
     if not step.done:
@@ -245,10 +252,21 @@ def blocked(facts: Facts, name: RoleName) -> str:
     since = rfc3339(slowest.created_s) if slowest.created_s else "just now"
     if slowest.failures:
         return f"{slowest.failures[0]} (instance {name_of(slowest)}, since {since})"
+    if slowest.pods_made < slowest.pods_desired:
+        return (
+            f"Creating: instance {name_of(slowest)} has {slowest.pods_made} of "
+            f"{slowest.pods_desired} pods, since {since}; where it stays so, kubectl describe "
+            f"statefulset says what refuses them (a quota, an admission webhook)"
+        )
     if slowest.pods_scheduled < slowest.pods_desired:
         return (
             f"Scheduling: instance {name_of(slowest)} has {slowest.pods_scheduled} of "
             f"{slowest.pods_desired} pods on a node, since {since}"
+        )
+    if slowest.pods_not_started:
+        return (
+            f"Starting: pod {slowest.pods_not_started[0]} has no container started, since {since}; "
+            "it pulls the image or waits for a volume, kubectl describe pod says for which"
         )
     role = next(role for role_name, role in facts.deployment.spec.roles() if role_name == name)
     took = [i.ready_since_s - i.created_s for i in mine if i.ready_since_s and i.created_s]
@@ -262,16 +280,44 @@ def blocked(facts: Facts, name: RoleName) -> str:
 
 def _router_condition(facts: Facts, router: Manifest | None) -> Condition:
     ready, want = count(router, "readyReplicas"), facts.deployment.spec.router.replicas
+    text = f"{ready} of {want} routers are ready"
     if router is not None and ready >= want:
-        return Condition("RouterReady", True, "Serving", f"{ready} of {want} routers are ready")
-    return Condition("RouterReady", False, "RouterNotReady", f"{ready} of {want} routers are ready")
+        return Condition("RouterReady", True, "Serving", text)
+    why = _refused_pods(router) or _failure_of(facts.observed, "router")
+    return Condition("RouterReady", False, "RouterNotReady", f"{text}{why}")
 
 
-def _pool_condition(pool: Manifest | None) -> Condition:
+def _pool_condition(facts: Facts, pool: Manifest | None) -> Condition:
     ready, want = count(pool, "numberReady"), count(pool, "desiredNumberScheduled")
+    text = f"{ready} of {want} nodes have the pool"
     if pool is not None and want and ready >= want:
-        return Condition("KVPoolReady", True, "Serving", f"{ready} of {want} nodes have the pool")
-    return Condition("KVPoolReady", False, "PoolNotReady", f"{ready} of {want} nodes have the pool")
+        return Condition("KVPoolReady", True, "Serving", text)
+    why = _failure_of(facts.observed, "umbp")
+    if not want and pool is not None:
+        why = (
+            "; where it stays so, no node matches the placement of an engine role: one with GPUs "
+            "has the label amd.com/gpu.device-id or feature.node.kubernetes.io/amd-gpu=true"
+        )
+    return Condition("KVPoolReady", False, "PoolNotReady", f"{text}{why}")
+
+
+def _refused_pods(workload: Manifest | None) -> str:
+    """What keeps a Deployment's pods from being made, as its controller says."""
+    for condition in ((workload or {}).get("status") or {}).get("conditions") or ():
+        if (condition["type"], condition["status"]) == ("ReplicaFailure", "True"):
+            return f"; {condition.get('message') or condition.get('reason')}"
+    return ""
+
+
+def _failure_of(observed: Observed, component: str) -> str:
+    """The first thing amiss with the component's pods that waiting does not cure."""
+    for key, pod in sorted(observed.children.items()):
+        labels = pod["metadata"].get("labels") or {}
+        ours = key.kind == "Pod" and labels.get("app.kubernetes.io/component") == component
+        if ours and "deletionTimestamp" not in pod["metadata"]:
+            for failure in pod_failures(pod):
+                return f"; {failure}"
+    return ""
 
 
 def _model_condition(facts: Facts) -> Condition:

@@ -1,6 +1,7 @@
 """Passes over a deployment, from nothing to serving, and back after whatever happened to it."""
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -250,21 +251,114 @@ async def test_what_the_cluster_does_not_serve_is_left_out_and_said():
     assert {budget["apiVersion"] for budget in budgets} == {"policy/v1beta1"}
 
 
-async def test_pods_that_cannot_start_degrade_and_say_why():
+async def starting(**container: Any) -> World:
+    """A deployment whose first decode pod has a container in that state."""
     world = World()
     world.create(nano())
     world.controllers.ready = False
     await world.passes()
     world.controllers.settle()
+    decode_container(world, **container)
+    await world.passes(2)
+    return world
+
+
+def decode_container(world: World, **container: Any) -> None:
     (pod, *_) = world.kube.of_kind("Pod")
-    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
-    status = {"containerStatuses": [{"name": "engine", "state": {"waiting": waiting}}]}
+    status = {"containerStatuses": [{"name": "engine", "image": "a/b:1", **container}]}
     world.kube.edit(ObjectKey.of(pod), {"status": status}, "kubelet", subresource="status")
-    await world.passes()
+
+
+def blocked(world: World) -> str:
+    return str(world.resource["status"]["pools"]["decode"]["blocked"])
+
+
+def waiting(reason: str, message: str = "") -> dict[str, Any]:
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+async def test_pods_that_cannot_start_degrade_and_say_why():
+    world = await starting(state=waiting("InvalidImageName", "no such image"))
     assert world.conditions["Degraded"] == ("True", "InstancesFail")
-    blocked = world.resource["status"]["pools"]["decode"]["blocked"]
-    assert blocked.startswith("ImagePullBackOff")
-    assert "no such image" in blocked
+    assert blocked(world).startswith("InvalidImageName")
+    assert "no such image" in blocked(world)
+
+
+CRASHED = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+
+
+@pytest.mark.parametrize(
+    ("says", "tries"),
+    [
+        (
+            "ImagePullBackOff",
+            [
+                {"state": waiting("ErrImagePull", "rpc error: not found")},
+                {"state": waiting("ImagePullBackOff", "Back-off pulling image")},
+            ],
+        ),
+        (
+            "CrashLoopBackOff",
+            [
+                {"restartCount": 1, "state": waiting("CrashLoopBackOff", "back-off 10s")},
+                {"restartCount": 2, "state": {"running": {}}},
+                {"restartCount": 2, "state": CRASHED},
+                {"restartCount": 2, "state": waiting("CrashLoopBackOff", "back-off 20s")},
+            ],
+        ),
+    ],
+)
+async def test_a_container_tried_again_and_again_is_one_condition_and_no_flapping(says, tries):
+    tries = [{"ready": False, "lastState": CRASHED, **one} for one in tries]
+    world = await starting(**tries[0])
+    assert blocked(world).startswith(says)
+    before = len(world.kube.writes)
+    for container in tries[1:] * 2:
+        decode_container(world, **container)
+        await world.passes(2)
+    assert world.kube.writes[before:] == []
+
+
+async def test_a_container_that_the_kubelet_does_not_begin_is_not_said_to_load():
+    world = await starting(state=waiting("ContainerCreating"))
+    assert blocked(world).startswith("Starting")
+    decode_container(world, state={"running": {}})
+    await world.passes()
+    assert blocked(world).startswith("Loading")
+
+
+async def test_pods_that_are_not_made_are_told_apart_from_pods_without_a_node():
+    world = World()
+    world.create(nano())
+    await world.passes(2)
+    assert "1 pods, since" in blocked(world)
+    assert "quota" in blocked(world)
+
+
+async def test_the_router_and_the_pool_say_what_keeps_them():
+    world = World()
+    world.create(nano())
+    await world.passes()
+    quota = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: small"}
+    router = ObjectKey("apps/v1", "Deployment", "llm", "nano-router")
+    world.kube.edit(router, {"status": {"conditions": [quota]}}, "kcm", subresource="status")
+    await world.passes()
+    messages = {c["type"]: c["message"] for c in world.resource["status"]["conditions"]}
+    assert "exceeded quota: small" in messages["RouterReady"]
+    assert "feature.node.kubernetes.io/amd-gpu" in messages["KVPoolReady"]
+
+
+@pytest.mark.parametrize("suspend", ["Reconcile", "Scale"])
+async def test_what_is_suspended_is_not_said_to_be_under_way(suspend: str):
+    world = await serving()
+    if suspend == "Reconcile":
+        world.edit(suspend=suspend, decode={"replicas": 2})
+        await world.passes(2)
+    else:
+        world.edit(suspend=suspend)
+        await world.settle()
+    assert world.conditions["Ready"] == ("False", "Suspended")
+    assert world.conditions["Reconciling"][0] == "False"
 
 
 async def test_events_are_written_on_transitions_only():
