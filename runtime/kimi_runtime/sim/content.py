@@ -38,14 +38,21 @@ class Content:
         self.tokens += count
         end, size = start + count, self.block_tokens
         while end - start >= self._left:
-            self._tail += (text & 0xFFFFFFFF, text >> 32, start, start + self._left)
+            self._piece(text, start, start + self._left)
             self._parent = next_key(POOL_KEY, self._parent, self._tail)
             self.keys.append(self._parent)
             start += self._left
             self._tail, self._left = [], size
         if end > start:
-            self._tail += (text & 0xFFFFFFFF, text >> 32, start, end)
+            self._piece(text, start, end)
             self._left -= end - start
+
+    def _piece(self, text: int, start: int, end: int) -> None:
+        low, high = text & 0xFFFFFFFF, text >> 32
+        if self._tail[-4:-2] == [low, high] and self._tail[-1] == start:
+            self._tail[-1] = end  # it goes on where the last one ended
+        else:
+            self._tail += (low, high, start, end)
 
 
 class KnownChain(KeyChain):

@@ -95,7 +95,8 @@ class _Drawing:
         prefix = _zipf(shape, mix.prefixes)
         tenant = _zipf(shape, mix.tenants)
         first = round(log_normal(shape, mix.first_median, mix.first_sigma))
-        bursts_at = shape.randrange(turns) if shape.random() < mix.subagent_share else None
+        bursts = shape.random() < mix.subagent_share
+        bursts_at = shape.randrange(max(turns // 2, 1)) if bursts else None
         compacts = shape.random() < mix.compaction_share
         return Session(
             name=f"s{self._number}",
@@ -223,6 +224,7 @@ def closed_loop(
 
 
 def _last(turn: Turn) -> Turn:
+    """A session's last turn: nothing comes after it, so it waits for nobody."""
     return Turn(
         turn.append_tokens,
         turn.output_tokens,
@@ -230,7 +232,6 @@ def _last(turn: Turn) -> Turn:
         calls=turn.calls,
         keep_tokens=turn.keep_tokens,
         aborted_after=turn.aborted_after,
-        children=turn.children,
     )
 
 
