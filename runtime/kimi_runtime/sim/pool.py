@@ -10,7 +10,7 @@ from kimi_runtime.umbp.retention import Hint, Retention
 
 WRITER = b"sim"
 LEASE_S = 600.0
-KEPT_EVENTS = 8192
+KEPT_EVENTS = 2048
 QUIET_SHARE = 0.5
 """While more of the pool than this is free, nobody is told who is warm: nothing goes anyway."""
 

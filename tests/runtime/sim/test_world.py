@@ -151,7 +151,7 @@ def test_hints_and_pools_bring_hits_that_engines_alone_do_not_have():
     assert pooled.prompt_tokens.computed < without.prompt_tokens.computed
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     policy=st.sampled_from([OURS, "least_load", "dynamo"]),
