@@ -66,7 +66,7 @@ class StepLoop:
 
     def schedule(self, stream: Stream) -> None:
         """Compute the request from now on."""
-        stream.scheduled = True
+        stream.scheduled, stream.prepared_s = True, clock.now_s()
         self._scheduler.add(stream.request)
         self._wake.set()
 
@@ -126,6 +126,9 @@ class StepLoop:
                 self._check_now_and_then()
                 await self._wake.wait()
                 continue
+            for row in plan.rows:
+                if (stream := self._streams.get(row.request)) is not None:
+                    stream.begin()
             samplers = self._samplers(plan)
             sampled, failures = await loop.run_in_executor(thread, self._compute, plan, samplers)
             self._take_in(plan, sampled, failures)

@@ -11,7 +11,13 @@ from kimi_runtime.engine.plan import Sampled
 from kimi_runtime.engine.request import Request
 from kimi_runtime.engine.sampler import RequestSampler
 from kimi_runtime.errors import DeadlineExceeded, KimistackError
-from kimi_runtime.spec.request import FinishReason, GenerateChunk, GenerateRequest, TokenLogprob
+from kimi_runtime.spec.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    Timing,
+    TokenLogprob,
+)
 
 
 class Stopped(Exception):
@@ -35,6 +41,12 @@ class Stream:
     prompt_counted: bool = False
     completed: bool = False
     """The prompt's KV is there, and that is all that was wanted."""
+    arrived_s: float = field(default_factory=clock.now_s)
+    prepared_s: float | None = None
+    began_s: float | None = None
+    """When a step first computed a part of it."""
+    computed_s: float | None = None
+    """When its first id was drawn or, if none is wanted, its prompt's KV was there."""
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _sent: bool = False
@@ -45,6 +57,7 @@ class Stream:
     def push(self, sampled: Sampled) -> FinishReason | None:
         """An id was drawn; returns why the generation ends with it, if it does."""
         assert self.sampler is not None
+        self._computed()
         self.sampler.accept(sampled.id)
         self._ids.append(sampled.id)
         if sampled.logprob is not None:
@@ -53,8 +66,14 @@ class Stream:
         self._changed.set()
         return self.finish
 
+    def begin(self) -> None:
+        """A step computes a part of it."""
+        if self.began_s is None:
+            self.began_s = clock.now_s()
+
     def complete(self) -> None:
         """The prompt's KV is there."""
+        self._computed()
         self.completed = True
         self._changed.set()
 
@@ -102,7 +121,26 @@ class Stream:
         self._sent = self._sent or first
         told = first or self.finish is not None
         usage = self.request.usage if told else None
-        return GenerateChunk(ids=ids, logprobs=logprobs, finish=self.finish, usage=usage)
+        timing = self.timing if told else None
+        return GenerateChunk(
+            ids=ids, logprobs=logprobs, finish=self.finish, usage=usage, timing=timing
+        )
+
+    @property
+    def timing(self) -> Timing | None:
+        """How long its prompt took; None before that is known."""
+        prepared_s, began_s, computed_s = self.prepared_s, self.began_s, self.computed_s
+        if prepared_s is None or began_s is None or computed_s is None:
+            return None
+        return Timing(
+            prepared_s=max(prepared_s - self.arrived_s, 0.0),
+            queued_s=max(began_s - prepared_s, 0.0),
+            prefill_s=max(computed_s - began_s, 0.0),
+        )
+
+    def _computed(self) -> None:
+        if self.computed_s is None:
+            self.computed_s = clock.now_s()
 
     @property
     def has_ids(self) -> bool:

@@ -17,6 +17,7 @@ import aiohttp
 from kimi_runtime import clock
 from kimi_runtime.errors import KimistackError, WorkerFailed
 from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.insight import Facts, streams_of
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.router.view import WorkerView
@@ -70,7 +71,10 @@ class Fleet:
         vocabulary_digest: str,
         load_interval_s: float,
         changed: Callable[[], None],
+        reported: Callable[[WorkerInfo, LoadReport], None] = lambda _info, _report: None,
     ) -> None:
+        """`changed` hears when workers come, go or restart, `reported` of their load reports."""
+        self._reported = reported
         self._members = {member.name: member for member in members}
         self._ledger, self._vocabulary_digest = ledger, vocabulary_digest
         self._load_interval_s, self._changed = load_interval_s, changed
@@ -125,12 +129,17 @@ class Fleet:
         return max(known, default=None)
 
     def views(
-        self, cached: Mapping[str, int], pooled: Mapping[str, int], *, now_s: float
+        self,
+        cached: Mapping[str, int],
+        pooled: Mapping[str, int],
+        facts: Callable[[WorkerInfo, Load], Facts],
+        *,
+        now_s: float,
     ) -> list[WorkerView]:
         """Every known worker as a decision sees it."""
         loads = self._ledger.loads(self._members, now_s=now_s)
         return [
-            _view(member, info, loads[member.name], cached, pooled)
+            _view(member, info, loads[member.name], cached, pooled, facts)
             for member in self._members.values()
             if (info := member.info) is not None
         ]
@@ -224,7 +233,9 @@ class Fleet:
         return report
 
     def _take(self, member: Member, report: LoadReport) -> None:
-        self._ledger.report(member.name, report, now_s=clock.now_s())
+        taken = self._ledger.report(member.name, report, now_s=clock.now_s())
+        if taken and member.info is not None:
+            self._reported(member.info, report)
         if report.draining != member.draining:
             member.draining = report.draining
             said = "worker drains" if report.draining else "worker drains no more"
@@ -280,7 +291,9 @@ def _view(
     load: Load,
     cached: Mapping[str, int],
     pooled: Mapping[str, int],
+    facts: Callable[[WorkerInfo, Load], Facts],
 ) -> WorkerView:
+    more = facts(info, load)
     return WorkerView(
         name=member.name,
         role=info.role,
@@ -302,5 +315,14 @@ def _view(
         logprobs=info.capabilities.logprobs,
         cached_tokens=cached.get(member.name, 0),
         pool_tokens=pooled.get(member.name, 0),
+        kind=more.kind,
         node=info.node,
+        age_s=more.age_s,
+        max_running=info.max_running,
+        releases=more.releases,
+        utilisation=more.utilisation,
+        unused_blocks=more.unused_blocks,
+        space_price_s=more.space_price_s,
+        fetches=info.capabilities.fetch_source,
+        streams=streams_of(info),
     )

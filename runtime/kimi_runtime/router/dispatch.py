@@ -8,9 +8,8 @@ released as soon as the decode worker has answered, or when the attempt ends wit
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
 
 from kimi_runtime import clock
 from kimi_runtime.errors import (
@@ -21,81 +20,29 @@ from kimi_runtime.errors import (
     WorkerFailed,
 )
 from kimi_runtime.router.client import PeerAbsent
+from kimi_runtime.router.cost.planner import refusal
+from kimi_runtime.router.course import Course
+from kimi_runtime.router.decisions import Decision, Decisions
 from kimi_runtime.router.discovery import Fleet
+from kimi_runtime.router.job import Job, Look
 from kimi_runtime.router.ledger import Ledger
-from kimi_runtime.router.plan import NobodyNow, Plan
-from kimi_runtime.router.policies.base import Policy
+from kimi_runtime.router.plan import Mode, NobodyNow, Plan
 from kimi_runtime.router.sessions import Geometry
-from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.request import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
-    Grammar,
     HandOff,
     KvPlan,
-    KvUsage,
-    Sampling,
+    Priority,
 )
 from kimi_runtime.umbp.keys import hex_keys
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Journey:
-    """What happened to a request, filled in as it happens; for its log line, metrics and usage."""
-
-    plan: Plan | None = None
-    prefill_usage: KvUsage | None = None
-    decode_usage: KvUsage | None = None
-    retries: int = 0
-    prefill_s: float | None = None
-    ttft_s: float | None = None
-    tried: list[str] = field(default_factory=list)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there before: neither computed nor handed over from there."""
-        usage = self.prefill_usage or self.decode_usage
-        return 0 if usage is None else usage.hbm_tokens + usage.pool_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A prompt on its way to workers."""
-
-    trace_id: str
-    tenant: str
-    ids: tuple[int, ...]
-    sampling: Sampling
-    grammar: Grammar | None
-    grammar_required: bool
-    """False: the grammar is a help, and a worker that knows none may serve without it."""
-    session: bytes
-    owners: tuple[str, ...]
-    keys: Mapping[Geometry, Sequence[bytes]]
-    deadline_s: float
-    """On our clock."""
-    retry_window_s: float = 0.0
-    """How long to wait for a worker where none can take it but one may come."""
-    journey: Journey = field(default_factory=Journey)
-
-    @property
-    def view(self) -> RequestView:
-        """The job as a decision sees it."""
-        return RequestView(
-            prompt_tokens=len(self.ids),
-            max_tokens=self.sampling.max_tokens,
-            session=self.session,
-            owners=self.owners,
-            grammar=self.grammar_required,
-            logprobs=self.sampling.logprobs is not None,
-        )
-
-
 class Dispatcher:
-    """Runs jobs on the fleet. `views` gives the workers as of now for a job's keys."""
+    """Runs jobs on the fleet."""
 
     def __init__(
         self,
@@ -103,13 +50,13 @@ class Dispatcher:
         router: str,
         fleet: Fleet,
         ledger: Ledger,
-        policy: Policy,
-        views: Callable[[Job, float], list[WorkerView]],
+        decisions: Decisions,
+        look: Look,
         retries: int,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._router, self._fleet, self._ledger = router, fleet, ledger
-        self._policy, self._views, self._retries = policy, views, retries
+        self._decisions, self._look, self._retries = decisions, look, retries
         self._tasks = tasks
 
     async def run(self, job: Job) -> AsyncGenerator[GenerateChunk, None]:
@@ -123,12 +70,10 @@ class Dispatcher:
         counted = 0
         avoid: _Avoided = {}
         while True:
-            plan, views = await self._planned(
-                job, avoid, retry_until_s=started_s + job.retry_window_s
-            )
+            decision = await self._decided(job, avoid, retry_until_s=started_s + job.retry_window_s)
             begun = False
             try:
-                async with aclosing(self._attempt(job, plan, views)) as chunks:
+                async with aclosing(self._attempt(job, decision)) as chunks:
                     async for chunk in chunks:
                         if not begun:
                             job.journey.ttft_s = clock.now_s() - started_s
@@ -161,16 +106,19 @@ class Dispatcher:
         info = self._fleet[worker].info
         return worker, info.epoch if info is not None else 0
 
-    async def _planned(
-        self, job: Job, avoid: "_Avoided", *, retry_until_s: float
-    ) -> tuple[Plan, dict[str, WorkerView]]:
-        """A plan; waits for one where a change among the workers may bring it."""
+    async def _decided(self, job: Job, avoid: "_Avoided", *, retry_until_s: float) -> Decision:
+        """A decision; waits for one where time, or a change among the workers, may bring it."""
         while True:
             change = self._fleet.next_change
             try:
-                return self._plan(job, avoid)
+                decision = self._decide(job, avoid)
             except Unavailable as exc:
                 nobody = exc
+            else:
+                if decision.plan.mode is not Mode.DEFER:
+                    return decision
+                await self._deferred(decision, change, until_s=min(retry_until_s, job.deadline_s))
+                continue
             refused = [failed.error for failed in avoid.values()]
             full = [error for error in refused if isinstance(error, Overloaded)]
             passing = isinstance(nobody, NobodyNow) and not full
@@ -185,29 +133,61 @@ class Dispatcher:
                 raise next(iter(full or refused), nobody) from None
             avoid.clear()
 
-    def _plan(self, job: Job, avoid: "_Avoided") -> tuple[Plan, dict[str, WorkerView]]:
+    async def _deferred(self, decision: Decision, change: asyncio.Event, *, until_s: float) -> None:
+        """Wait as long as the plan says, or less if workers change; Overloaded if nobody may wait
+        so long.
+        """
+        if clock.now_s() + decision.plan.wait_s > until_s:
+            self._decisions.refused(decision)
+            raise refusal(decision.plan)
+        try:
+            async with asyncio.timeout(decision.plan.wait_s):
+                await change.wait()
+        except TimeoutError:
+            return
+
+    def _decide(self, job: Job, avoid: "_Avoided") -> Decision:
         now_s = clock.now_s()
         if now_s >= job.deadline_s:
             raise DeadlineExceeded("the request's deadline passed before a worker answered")
-        views = [view for view in self._views(job, now_s) if self._process(view.name) not in avoid]
-        plan = self._policy.choose(job.view, views, now_s=now_s)
-        job.journey.plan = plan
-        job.journey.tried.extend(plan.workers)
-        return plan, {view.name: view for view in views}
+        asked, workers = self._look(job, now_s)
+        decision = self._decisions.decide(
+            job.trace_id,
+            asked,
+            [view for view in workers if self._process(view.name) not in avoid],
+            attempt=job.journey.retries,
+            fronts=job.fronts,
+            now_s=now_s,
+        )
+        if decision.plan.mode is not Mode.DEFER:
+            job.journey.plan, job.journey.expected_s = decision.plan, decision.expected_s
+            job.journey.tried.extend(decision.plan.workers)
+        return decision
 
-    async def _attempt(
-        self, job: Job, plan: Plan, views: Mapping[str, WorkerView]
-    ) -> AsyncGenerator[GenerateChunk, None]:
+    async def _attempt(self, job: Job, decision: Decision) -> AsyncGenerator[GenerateChunk, None]:
         wire_id = f"{job.trace_id}.{secrets.token_hex(4)}"
+        with self._decisions.course(wire_id, decision, clock.now_s) as course:
+            course.prefill_keys = self._keys(job, decision.plan.prefill or decision.plan.decode)
+            async with aclosing(self._legs(job, decision, course)) as chunks:
+                async for chunk in chunks:
+                    course.came(chunk, now_s=clock.now_s())
+                    job.journey.served_s = course.first_token_s
+                    yield chunk
+
+    async def _legs(
+        self, job: Job, decision: Decision, course: Course
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        plan, wire_id = decision.plan, course.name
         whole = plan.prefill is None
-        lacking = len(job.ids) - views[plan.prefill or plan.decode].cached_tokens
+        lacking = len(job.ids) - decision.workers[plan.prefill or plan.decode].cached_tokens
         with self._entered(plan.decode, wire_id, lacking if whole else 0) as decode_began:
             hand_off = None
             if plan.prefill is not None:
                 with self._entered(plan.prefill, wire_id, lacking):
-                    hand_off = await self._prefill(job, plan.prefill, wire_id)
+                    hand_off = await self._prefill(job, plan, course)
             try:
-                request = self._request(job, plan.decode, wire_id, KvPlan(take=hand_off))
+                kv = KvPlan(take=hand_off, sources=self._sources(plan) if whole else ())
+                request = self._request(job, plan.decode, wire_id, kv)
                 async with aclosing(self._leg(job, plan.decode, request)) as chunks:
                     async for chunk in chunks:
                         if hand_off is not None:
@@ -225,14 +205,18 @@ class Dispatcher:
                 if hand_off is not None:
                     self._release(job, hand_off)
 
-    async def _prefill(self, job: Job, worker: str, wire_id: str) -> HandOff:
+    async def _prefill(self, job: Job, plan: Plan, course: Course) -> HandOff:
+        worker = plan.prefill
+        assert worker is not None  # it is a pair's
         started_s = clock.now_s()
-        request = self._request(job, worker, wire_id, KvPlan(offer=True))
+        kv = KvPlan(offer=True, sources=self._sources(plan))
+        request = self._request(job, worker, course.name, kv)
         async with aclosing(self._leg(job, worker, request)) as chunks:
             async for chunk in chunks:
                 job.journey.prefill_usage = chunk.usage or job.journey.prefill_usage
                 if chunk.hand_off is not None:
                     job.journey.prefill_s = clock.now_s() - started_s
+                    course.prefilled(chunk)
                     return chunk.hand_off
         raise _LegFailed(worker, WorkerFailed(f"{worker} finished a prefill without a hand-off"))
 
@@ -257,17 +241,27 @@ class Dispatcher:
         except (Unavailable, Overloaded) as exc:
             raise _LegFailed(worker, exc) from exc
 
+    def _sources(self, plan: Plan) -> tuple[str, ...]:
+        """Peers whose memory the plan reads; a worker reads its own pool unasked."""
+        named = [fetch.source for fetch in plan.fetches]
+        return tuple(name for name in named if name in self._fleet.nodes)
+
+    def _keys(self, job: Job, worker: str) -> Sequence[bytes]:
+        info = self._fleet[worker].info
+        assert info is not None  # it was planned onto
+        return job.keys.get(Geometry(info.model_digest, info.layout, info.block_tokens), ())
+
     def _request(self, job: Job, worker: str, wire_id: str, kv: KvPlan) -> GenerateRequest:
         info = self._fleet[worker].info
         assert info is not None  # it was planned onto
-        geometry = Geometry(info.model_digest, info.layout, info.block_tokens)
         return GenerateRequest(
             request_id=wire_id,
             ids=job.ids,
             sampling=job.sampling,
             grammar=job.grammar if info.capabilities.grammar and not kv.offer else None,
-            kv=kv.model_copy(update={"keys": hex_keys(job.keys.get(geometry, ()))}),
+            kv=kv.model_copy(update={"keys": hex_keys(self._keys(job, worker))}),
             deadline_ms=max(int((job.deadline_s - clock.now_s()) * 1000), 1),
+            priority=Priority(job.urgency.value),
             tenant=job.tenant,
             router=self._router,
         )

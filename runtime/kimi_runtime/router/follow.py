@@ -6,12 +6,13 @@ followed again with growing pauses, from where it broke off if the owner still h
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from kimi_runtime.errors import KimistackError
 from kimi_runtime.router.client import PeerClient
 from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
 from kimi_runtime.umbp.feed import FollowState
 from kimi_runtime.umbp.index import Index
 
@@ -24,7 +25,15 @@ _log = logging.getLogger(__name__)
 class Feeds:
     """The followed owners: workers by name, and pools by name."""
 
-    def __init__(self, workers: Sequence[PeerClient], pools: Sequence[PeerClient]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[PeerClient],
+        pools: Sequence[PeerClient],
+        *,
+        evicted: Callable[[str, Sequence[bytes]], None] | None = None,
+    ) -> None:
+        """`evicted` hears of blocks that a worker gave up."""
+        self._evicted = evicted
         self._clients = {client.name: client for client in (*workers, *pools)}
         self._pools = {client.name for client in pools}
         self._index = Index()
@@ -53,6 +62,11 @@ class Feeds:
     def keys_held(self) -> dict[str, int]:
         """How many blocks each owner is thought to hold."""
         return {name: self._index.keys(name) for name in self._clients}
+
+    def held(self, owner: str) -> int | None:
+        """How many blocks the owner holds; None unless its copy here is exact."""
+        exact = self._index.state(owner) is FollowState.EXACT
+        return self._index.keys(owner) if exact else None
 
     def cached_tokens(
         self,
@@ -86,6 +100,7 @@ class Feeds:
                         quiet, backoff_s = False, FIRST_BACKOFF_S
                         if not index.apply(owner, line):
                             break  # a gap: ask again, for a snapshot
+                        self._tell(owner, line)
                 why = "it ended"
             except KimistackError as exc:
                 why = str(exc)
@@ -95,3 +110,10 @@ class Feeds:
                 quiet = True
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _tell(self, owner: str, line: FeedHello | FeedSnapshotPage | FeedBatch) -> None:
+        if self._evicted is None or owner in self._pools or not isinstance(line, FeedBatch):
+            return
+        removed = [event.key for event in line.events if event.op == "remove"]
+        if removed:
+            self._evicted(owner, [bytes.fromhex(key) for key in removed if key is not None])

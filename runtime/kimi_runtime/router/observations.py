@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from kimi_runtime.router.admission import Admission
 from kimi_runtime.router.discovery import Fleet, Member
-from kimi_runtime.router.dispatch import Journey
 from kimi_runtime.router.follow import Feeds
+from kimi_runtime.router.job import Journey
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.parking import Parking
 from kimi_runtime.router.window import Sum, Window

@@ -1,7 +1,8 @@
 """The router as one object: what it owns, and how a turn of a session becomes an answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import aiohttp
@@ -11,20 +12,28 @@ from kimi_runtime.auth import read_call_key
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.router.admission import Admission
 from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.course import Outcome
+from kimi_runtime.router.decisions import Decision, Decisions
 from kimi_runtime.router.discovery import Fleet, Member
-from kimi_runtime.router.dispatch import Dispatcher, Job
+from kimi_runtime.router.dispatch import Dispatcher
+from kimi_runtime.router.estimate.outputs import Phase
+from kimi_runtime.router.explain.log import ExplainLog
 from kimi_runtime.router.follow import Feeds
-from kimi_runtime.router.ledger import Ledger
+from kimi_runtime.router.insight import Facts, Insight, fronts_of
+from kimi_runtime.router.job import Job
+from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.membership import Membership
 from kimi_runtime.router.observations import Observations
 from kimi_runtime.router.parking import Parking
 from kimi_runtime.router.policies import open_policy
+from kimi_runtime.router.policies.cost import CostPolicy
 from kimi_runtime.router.readiness import Readiness
 from kimi_runtime.router.sessions import Sessions, Turn
-from kimi_runtime.router.view import WorkerView
+from kimi_runtime.router.view import RequestClass, RequestView, WorkerView
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, Grammar, Sampling
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.signals import RouterSignals
+from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 from kimi_runtime.umbp.keys import pool_key_of
 
 STALE_INTERVALS = 5
@@ -32,7 +41,7 @@ STALE_INTERVALS = 5
 MAX_SESSIONS = 100_000
 MAX_SESSION_IDS = 64_000_000
 """256 MB of ids; 640 sessions of 100k tokens."""
-PROBE_TENANT = "readyz"
+PROBE_TENANT = PROBE_TRACE = "readyz"
 PROBE_S = 10.0
 
 
@@ -51,7 +60,16 @@ class Router:
         workers = [PeerClient(http, one.name, one.url, call_key) for one in spec.workers]
         pools = [PeerClient(http, one.name, one.url, call_key) for one in spec.pools]
         interval_s = spec.load_interval
+        policy = open_policy(spec.policy)
+        planner = policy.planner if isinstance(policy, CostPolicy) else None
+        self.insight = Insight(planner, load_interval_s=interval_s)
+        self.explain = (
+            None
+            if spec.explain is None
+            else ExplainLog(spec.explain, router=spec.name, policy=spec.policy)
+        )
         self.spec, self.vocabulary = spec, vocabulary
+        self._epochs: dict[str, int] = {}
         self.ledger = Ledger(spec.name, stale_after_s=STALE_INTERVALS * max(interval_s, 0.2))
         self.readiness = Readiness(self.probe, lambda: self.parking.look())
         self.fleet = Fleet(
@@ -63,14 +81,16 @@ class Router:
             vocabulary_digest=vocabulary.digest,
             load_interval_s=interval_s,
             changed=self._workers_changed,
+            reported=self._reported,
         )
         self.parking = Parking(self.fleet, self.readiness)
         self.observations = Observations(spec.name, started_s=clock.now_s())
-        self.feeds = Feeds(workers, pools)
+        self.feeds = Feeds(workers, pools, evicted=None if planner is None else self._evicted)
         self.admission = Admission(spec.max_in_flight)
+        self._pool_key = pool_key_of(call_key)
         self.sessions = Sessions(
             vocabulary,
-            pool_key_of(call_key),
+            self._pool_key,
             max_sessions=MAX_SESSIONS,
             max_ids=MAX_SESSION_IDS,
         )
@@ -78,8 +98,8 @@ class Router:
             router=spec.name,
             fleet=self.fleet,
             ledger=self.ledger,
-            policy=open_policy(spec.policy),
-            views=self._views,
+            decisions=Decisions(policy, self.insight, self._tell),
+            look=self._look,
             retries=spec.retries,
             tasks=tasks,
         )
@@ -92,9 +112,15 @@ class Router:
         sampling: Sampling,
         grammar: Grammar | None = None,
         grammar_required: bool = False,
+        urgency: RequestClass = RequestClass.INTERACTIVE,
+        phase: Phase = Phase.TOOL,
     ) -> Job:
         """The work that a turn asks for, due `request_deadline` from now."""
         geometries = set(self.fleet.geometries.values())
+        keys = {geometry: self.sessions.keys(turn, geometry) for geometry in geometries}
+        fronts = fronts_of(turn.ends.values(), keys)
+        if not turn.continues:
+            self.insight.started(fronts, now_s=clock.now_s())
         return Job(
             trace_id=trace_id,
             tenant=turn.session.tenant,
@@ -102,9 +128,14 @@ class Router:
             sampling=sampling,
             grammar=grammar,
             grammar_required=grammar_required,
-            session=turn.session.id,
+            session=self._pseudonym(turn.session.id),
             owners=turn.session.owners,
-            keys={geometry: self.sessions.keys(turn, geometry) for geometry in geometries},
+            keys=keys,
+            starts_session=not turn.continues,
+            urgency=urgency,
+            phase=phase,
+            moved_s=turn.session.moved_s,
+            fronts=fronts,
             deadline_s=clock.now_s() + self.spec.request_deadline,
             retry_window_s=self.spec.retry_window,
         )
@@ -123,7 +154,9 @@ class Router:
         finally:
             plan = job.journey.plan
             if plan is not None and output and turn.ends:
-                self.sessions.end(turn, output, owners=plan.workers, keys=job.keys)
+                self.sessions.end(
+                    turn, output, owners=plan.workers, keys=job.keys, now_s=clock.now_s()
+                )
 
     async def _observed(self, job: Job) -> AsyncGenerator[GenerateChunk, None]:
         """`Dispatcher.run`, with its times noted for the signals."""
@@ -157,6 +190,15 @@ class Router:
         )
 
     def _workers_changed(self) -> None:
+        present = {
+            member.name: member.info.epoch
+            for member in self.fleet.members
+            if member.info is not None
+        }
+        for name, epoch in self._epochs.items():
+            if present.get(name) != epoch:
+                self.insight.gone(name)
+        self._epochs = present
         self.readiness.wake()
         self.parking.look()
 
@@ -164,7 +206,7 @@ class Router:
         """Let a worker generate one id for `/readyz`; raises what a client would get."""
         ids = tuple(self.vocabulary.encode_text("Is anybody there?"))
         job = Job(
-            trace_id="readyz",
+            trace_id=PROBE_TRACE,
             tenant=PROBE_TENANT,
             ids=ids,
             sampling=Sampling(temperature=0.0, max_tokens=1, ignore_eos=True),
@@ -180,14 +222,37 @@ class Router:
                 if chunk.finish is not None and chunk.finish is not FinishReason.CANCELLED:
                     return
 
-    def _views(self, job: Job, now_s: float) -> list[WorkerView]:
+    def _reported(self, info: WorkerInfo, report: LoadReport) -> None:
+        self.insight.reported(info, report, now_s=clock.now_s())
+
+    def _evicted(self, worker: str, keys: Sequence[bytes]) -> None:
+        self.insight.evicted(worker, keys, now_s=clock.now_s())
+
+    def _tell(self, decision: Decision, outcome: Outcome) -> None:
+        if self.explain is not None and decision.request != PROBE_TRACE:
+            self.explain.put(decision, outcome)
+
+    def _pseudonym(self, session: bytes) -> bytes:
+        """The session's name in decisions and their log; the same in every replica."""
+        return hashlib.blake2b(session, key=self._pool_key, digest_size=16).digest()
+
+    def _look(self, job: Job, now_s: float) -> tuple[RequestView, list[WorkerView]]:
         geometries = {
             name: geometry
             for name, geometry in self.fleet.geometries.items()
             if geometry in job.keys  # a worker that appeared since has nothing cached for it
         }
         cached, pooled = self.feeds.cached_tokens(geometries, job.keys, self.fleet.nodes)
-        return self.fleet.views(cached, pooled, now_s=now_s)
+        self.insight.promised(job.fronts, cached, now_s=now_s)
+        need_tokens = len(job.ids) + job.sampling.max_tokens
+
+        def facts(info: WorkerInfo, load: Load) -> Facts:
+            held = self.feeds.held(info.name)
+            return self.insight.facts(info, load, held=held, need_tokens=need_tokens, now_s=now_s)
+
+        views = self.fleet.views(cached, pooled, facts, now_s=now_s)
+        asked = self.insight.request(job.view(now_s=now_s), job.fronts, cached, now_s=now_s)
+        return asked, views
 
 
 @asynccontextmanager
@@ -213,6 +278,8 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
             ),
             tasks.create_task(router.readiness.watch(), name="readiness"),
         ]
+        if router.explain is not None:
+            watchers.append(tasks.create_task(router.explain.run(), name="explain"))
         if spec.fleet is not None:
             membership = Membership(
                 router.fleet,

@@ -47,6 +47,8 @@ class Session:
     keys: Mapping[Geometry, Sequence[bytes]] = field(default_factory=dict)
     """Of the last prompt's full blocks, a front of `ids`."""
     turns: int = 0
+    moved_s: float | None = None
+    """When all its owners last changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class Sessions:
         *,
         owners: Sequence[str],
         keys: Mapping[Geometry, Sequence[bytes]],
+        now_s: float = 0.0,
     ) -> None:
         """The turn was served: its prompt and output are the session's history from now on.
 
@@ -154,6 +157,8 @@ class Sessions:
         start = max(turn.ends.values(), default=0)
         digest = self._chain(turn.last_digest, session.ids[start:])
         session.ends = {**turn.ends, digest: len(session.ids)}
+        if session.owners and not {*owners} & {*session.owners}:
+            session.moved_s = now_s
         session.owners, session.turns = tuple(owners), session.turns + 1
         session.keys = keys
         self.kept += not turn.reencoded and turn.continues

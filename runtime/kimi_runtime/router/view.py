@@ -68,7 +68,7 @@ class WorkerView:
     node: str = ""
     """The machine it is on; "" where nobody said."""
     age_s: float = 0.0
-    """How old the newest report of its load is."""
+    """How old the newest report of its load is; 0 while it is as new as reports get."""
     max_running: int | None = None
     """Sequences it runs at once; None: as many as there is space for."""
     releases: tuple[tuple[float, int], ...] = ()

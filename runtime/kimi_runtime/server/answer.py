@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from kimi_runtime.protocol.chat import CallEnded, ContentDelta, OutputEvent
 from kimi_runtime.protocol.incremental import Detokenizer, StopStrings
 from kimi_runtime.protocol.vocabulary import Vocabulary
-from kimi_runtime.router.dispatch import Job
+from kimi_runtime.router.job import Job
 from kimi_runtime.router.service import Router
 from kimi_runtime.router.sessions import Turn
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, TokenLogprob

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kimi_runtime.engine.adapters.base import Adapter
-from kimi_runtime.router.dispatch import Journey
+from kimi_runtime.router.job import Journey
 from kimi_runtime.router.service import Router
 from kimi_runtime.server.answer import Usage
 from kimi_runtime.server.asgi import Trace

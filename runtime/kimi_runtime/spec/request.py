@@ -182,6 +182,19 @@ class ErrorBody(ReportModel):
     retry_after_s: NonNegativeFloat | None = None
 
 
+class Timing(ReportModel):
+    """How long a worker took over the parts of a prompt, in seconds, one after the other."""
+
+    prepared_s: NonNegativeFloat = Field(
+        description="From arrival until what is read from elsewhere was there."
+    )
+    queued_s: NonNegativeFloat = Field(description="From then until it was first computed on.")
+    prefill_s: NonNegativeFloat = Field(
+        description="From then to the first id, or to the prompt's end where nothing is sampled; "
+        "steps that it shared with others are in it."
+    )
+
+
 class GenerateChunk(ReportModel):
     """One line of a stream."""
 
@@ -189,5 +202,8 @@ class GenerateChunk(ReportModel):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     usage: KvUsage | None = Field(None, description="With `finish`, and with the first ids.")
+    timing: Timing | None = Field(
+        None, description="With `usage`, from engines that measure it: what routers learn from."
+    )
     hand_off: HandOff | None = None
     error: ErrorBody | None = None

@@ -80,8 +80,8 @@ class Cost(SpecModel):
     )
     first_token_target: Annotated[Seconds, Gt(0)] | None = Field(
         None,
-        description="A session start that would wait longer is refused with a computed "
-        "Retry-After; none: everybody waits.",
+        description="A session start that would wait longer is held back as long as the router's "
+        "`retry_window` lets it, or refused with a computed Retry-After; none: nobody is.",
     )
 
 
@@ -151,6 +151,15 @@ class FleetSpec(SpecModel):
     )
 
 
+class ExplainSpec(SpecModel):
+    """A file to which every decision is written with its reasons, one JSON text a line."""
+
+    path: Path
+    max_bytes: Annotated[Bytes, Gt(0)] = Field(
+        64 * 2**20, description="Of it and the one before it, PATH.1, together."
+    )
+
+
 class RouterSpec(SpecModel):
     """The file a router process starts from."""
 
@@ -167,6 +176,7 @@ class RouterSpec(SpecModel):
         None, description="A FleetSpec file: its workers and pools beside these, as it changes."
     )
     policy: PolicySpec = LongestPrefix()
+    explain: ExplainSpec | None = Field(None, description="None: decisions are only logged.")
     call_key: Path
     api_keys: Path | None = Field(None, description="One API key a line; None: no key is asked.")
     max_body: Annotated[Bytes, Gt(0)] = 32 * 2**20

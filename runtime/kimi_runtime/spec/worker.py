@@ -149,6 +149,9 @@ class WorkerInfo(ReportModel):
     block_bytes: PositiveInt
     max_context_tokens: PositiveInt
     total_blocks: PositiveInt
+    max_running: PositiveInt | None = Field(
+        None, description="Sequences it runs at once; None: as many as there is space for."
+    )
     capabilities: Capabilities
 
 

@@ -150,6 +150,7 @@ def _info(
         block_bytes=runner.block_bytes,
         max_context_tokens=min(context, model.max_positions, runner.blocks * block_tokens),
         total_blocks=runner.blocks,
+        max_running=spec.limits.max_running,
         capabilities=Capabilities(
             roles=tuple(Role),
             per_request_roles=True,

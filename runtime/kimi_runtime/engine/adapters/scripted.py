@@ -22,6 +22,7 @@ from kimi_runtime.spec.request import (
     GenerateChunk,
     GenerateRequest,
     KvUsage,
+    Timing,
     TokenLogprob,
 )
 from kimi_runtime.spec.worker import Capabilities, LoadReport, Role, WorkerInfo
@@ -82,6 +83,7 @@ class _Lane:
     reply: Reply
     usage: KvUsage = field(default_factory=KvUsage)
     sent: int = 0
+    timing: Timing | None = None
 
 
 class ScriptedAdapter:
@@ -225,7 +227,7 @@ class ScriptedAdapter:
             ) from exc
 
     async def _run(self, lane: _Lane) -> AsyncGenerator[GenerateChunk, None]:
-        prompt = len(lane.request.ids)
+        prompt, arrived_s = len(lane.request.ids), clock.now_s()
         self._counters.waiting += 1
         self._queued_tokens += prompt
         try:
@@ -235,7 +237,13 @@ class ScriptedAdapter:
             self._queued_tokens -= prompt
         self._counters.running += 1
         try:
+            began_s = clock.now_s()
             await self._prefill(lane)
+            lane.timing = Timing(
+                prepared_s=0.0,
+                queued_s=began_s - arrived_s,
+                prefill_s=clock.now_s() - began_s,
+            )
             if lane.request.kv.offer:
                 await self._fault(lane.reply, 0)
                 yield self._hand_off(lane)
@@ -259,6 +267,7 @@ class ScriptedAdapter:
         return GenerateChunk(
             finish=FinishReason.HANDED_OFF,
             usage=lane.usage,
+            timing=lane.timing,
             hand_off=self._kv.offer(lane.request, now_s=clock.now_s()),
         )
 
@@ -310,7 +319,13 @@ class ScriptedAdapter:
         lane.sent += len(ids)
         self._counters.steps += 1
         self._counters.output_tokens += len(ids)
-        return GenerateChunk(ids=tuple(ids), logprobs=logprobs, finish=finish, usage=usage)
+        return GenerateChunk(
+            ids=tuple(ids),
+            logprobs=logprobs,
+            finish=finish,
+            usage=usage,
+            timing=None if usage is None else lane.timing,
+        )
 
     async def _work(self, seconds: float) -> None:
         """Take the time; less if the adapter stops. Others run even if it takes none."""

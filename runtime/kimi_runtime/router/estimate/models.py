@@ -10,12 +10,17 @@ from kimi_runtime.router.estimate.ratios import HitRatios, QueueRatios
 from kimi_runtime.router.estimate.speeds import Speeds
 from kimi_runtime.spec.speed import SpeedPrior
 
+MAX_KINDS = 32
+
 
 class Models:
-    """`kinds` are the priors by kind of worker; a worker of another kind is taken for `default`."""
+    """`kinds` are the priors by kind of worker; other kinds learn apart, from the `default` on.
+
+    Beyond `MAX_KINDS` a kind is taken for the default's.
+    """
 
     def __init__(self, default: SpeedPrior, kinds: Mapping[str, SpeedPrior] | None = None) -> None:
-        self._default = Speeds(default)
+        self._prior, self._default = default, Speeds(default)
         self._kinds = {kind: Speeds(prior) for kind, prior in (kinds or {}).items()}
         self.outputs, self.gaps = Outputs(), Gaps()
         self.links = LinkRates()
@@ -25,7 +30,12 @@ class Models:
 
     def speeds(self, kind: str) -> Speeds:
         """How fast workers of a kind are."""
-        return self._kinds.get(kind, self._default)
+        known = self._kinds.get(kind)
+        if known is None:
+            if not kind or len(self._kinds) >= MAX_KINDS:
+                return self._default
+            known = self._kinds[kind] = Speeds(self._prior)
+        return known
 
     def z(self, mode: str, q: float) -> float:
         """See `Calibration.z`."""

@@ -1,0 +1,180 @@
+"""What a router knows of workers and requests beside load and index: rates, heat, space. Pure.
+
+It is filled from load reports, feeds and requests' ends, and read when decisions look at workers.
+Everything is bounded. For a policy that learns nothing only what costs nothing is kept.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kimi_runtime.router.answers import Answers
+from kimi_runtime.router.cost.learn import Learning
+from kimi_runtime.router.cost.planner import Planner
+from kimi_runtime.router.estimate.heat import FADING_S, PrefixHeat
+from kimi_runtime.router.estimate.outputs import Length
+from kimi_runtime.router.ledger import Load
+from kimi_runtime.router.reports import Reports
+from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.router.siblings import Siblings
+from kimi_runtime.router.space import Space
+from kimi_runtime.router.view import RequestView
+from kimi_runtime.spec.worker import LoadReport, WorkerInfo
+
+FRESH_INTERVALS = 2.0
+"""A report that is no older than this many intervals is as new as reports get."""
+SHARED_REQUESTS = 1.5
+"""Session starts in the last minute, faded, from which on a front counts as shared."""
+MAX_FRONTS = 8
+LAYER_GROUPS = 4
+"""That engines which stream by layers hand KV over in (`engine.runner`)."""
+
+Front = tuple[int, bytes]
+"""The first so many tokens of a prompt, and the key of their last block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The part of a `WorkerView` of the same names."""
+
+    kind: str = ""
+    age_s: float = 0.0
+    utilisation: float | None = None
+    unused_blocks: int | None = None
+    space_price_s: float = 0.0
+    releases: tuple[tuple[float, int], ...] = ()
+
+
+class Insight:
+    """`planner` is what learns; None for policies that do not."""
+
+    def __init__(self, planner: Planner | None, *, load_interval_s: float) -> None:
+        self.planner = planner
+        self.learning = None if planner is None else Learning(planner)
+        self.answers, self.space = Answers(), Space()
+        self.siblings = Siblings()
+        self._reports, self._heat = Reports(), PrefixHeat()
+        self._fresh_s = FRESH_INTERVALS * load_interval_s
+
+    def reported(self, info: WorkerInfo, report: LoadReport, *, now_s: float) -> None:
+        """A worker's load report came."""
+        steps = self._reports.take(info.name, report, block_tokens=info.block_tokens, now_s=now_s)
+        if steps is not None and self.learning is not None:
+            self.learning.stepped(
+                kind_of(info),
+                info.name,
+                rows=steps.rows,
+                kv_tokens=steps.kv_tokens,
+                seconds=steps.seconds,
+                now_s=now_s,
+            )
+
+    def evicted(self, worker: str, keys: Sequence[bytes], *, now_s: float) -> None:
+        """A worker's feed told that blocks are gone."""
+        if self.planner is not None:
+            self.space.evicted(worker, keys, now_s=now_s)
+
+    def gone(self, worker: str) -> None:
+        """A worker restarted or left: what was particular to it no longer holds."""
+        self._reports.forget(worker)
+        self.space.forget(worker)
+        if self.planner is not None:
+            self.planner.models.forget(worker)
+
+    def started(self, fronts: Iterable[Front], *, now_s: float) -> None:
+        """A session starts with these fronts."""
+        if self.planner is not None:
+            self._heat.observe((key for _, key in fronts), now_s=now_s)
+
+    def facts(
+        self, info: WorkerInfo, load: Load, *, held: int | None, need_tokens: int, now_s: float
+    ) -> Facts:
+        """What is known of a worker. `held` are the blocks its feed says it holds, if that can be
+        trusted; `need_tokens` is the space that the request may want.
+        """
+        kind = kind_of(info)
+        age_s = self._reports.age_s(info.name, now_s=now_s) or 0.0
+        age_s = age_s if age_s > self._fresh_s else 0.0
+        if self.planner is None:
+            return Facts(kind, age_s)
+        releases: tuple[tuple[float, int], ...] = ()
+        need = -(-need_tokens // info.block_tokens)
+        if load.running and load.free_blocks < need * (load.waiting + 1):
+            releases = self._releases(self.planner, info, load, now_s=now_s)
+        return Facts(
+            kind,
+            age_s,
+            self._reports.utilisation(info.name),
+            # some of what is held is in use and not free, so that this is a lower bound
+            None if held is None else max(load.free_blocks - held, 0),
+            self.space.per_block_s(info.name, now_s=now_s),
+            releases,
+        )
+
+    def promised(self, fronts: Sequence[Front], own: dict[str, int], *, now_s: float) -> None:
+        """Count in `own` (cached tokens by worker) what siblings of the request bring there."""
+        for tokens, key in fronts:
+            for worker, brought in self.siblings.promised(key, now_s=now_s).items():
+                if worker in own:
+                    own[worker] = max(own[worker], min(brought, tokens))
+
+    def request(
+        self, view: RequestView, fronts: Sequence[Front], own: Mapping[str, int], *, now_s: float
+    ) -> RequestView:
+        """The request with what others share with it; `own` are cached tokens by worker."""
+        for tokens, key in reversed(fronts):
+            per_s = self._heat.per_s(key, now_s=now_s)
+            if per_s * FADING_S >= SHARED_REQUESTS:
+                holders = [worker for worker, cached in own.items() if cached >= tokens]
+                busy = [self._reports.utilisation(worker) or 0.0 for worker in holders]
+                return replace(
+                    view,
+                    shared_tokens=tokens,
+                    shared_per_s=per_s,
+                    shared_holders=len(holders),
+                    shared_busy=sum(busy) / len(busy) if busy else 0.0,
+                )
+        return view
+
+    def expected_length(self, request: RequestView) -> Length | None:
+        """Of the request's answer."""
+        if self.planner is None:
+            return None
+        outputs = self.planner.models.outputs
+        return outputs.expect(request.session, request.phase, limit=request.max_tokens)
+
+    def _releases(
+        self, planner: Planner, info: WorkerInfo, load: Load, *, now_s: float
+    ) -> tuple[tuple[float, int], ...]:
+        held = max(load.total_blocks - load.free_blocks, 0) * info.block_tokens
+        speeds = planner.models.speeds(kind_of(info))
+        step_s = speeds.curves(now_s=now_s).step_s(load.running, held).mean
+        return self.answers.releases(
+            info.name, step_s=step_s * speeds.bias(info.name), block_tokens=info.block_tokens
+        )
+
+
+def kind_of(info: WorkerInfo) -> str:
+    """Workers of one kind are taken to be equally fast: engine, role (which decides parallelism)
+    and KV layout.
+    """
+    return f"{info.engine}/{info.role.value}/{info.layout[:12]}"
+
+
+def streams_of(info: WorkerInfo) -> int:
+    """See `WorkerView.streams`."""
+    return LAYER_GROUPS if info.capabilities.layer_streaming else 1
+
+
+def fronts_of(ends: Iterable[int], keys: Mapping[Geometry, Sequence[bytes]]) -> tuple[Front, ...]:
+    """The whole blocks before each of a prompt's first messages' ends, shortest first.
+
+    What sessions share (a system prompt, tools, a parent's history) ends with a message. Workers
+    of several geometries are in the middle of a rollout; then those of one are looked at.
+    """
+    if not keys:
+        return ()
+    geometry, held = min(keys.items(), key=lambda one: repr(one[0]))
+    size = geometry.block_tokens
+    blocks = sorted({end // size for end in ends} - {0})
+    inside = [count for count in blocks if count <= len(held)]
+    return tuple((count * size, held[count - 1]) for count in inside[:MAX_FRONTS])
