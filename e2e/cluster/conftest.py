@@ -10,10 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from built import images
 from charts import CHART
 from kimi_operator.observed import DEPLOYMENT_LABEL, ROLE_LABEL, ObjectKey
 from nano import DEPLOYMENT, NAME, NAMESPACE, READY_S, ready, router_url
-from nodes import ROOT, Manifest, Nodes, example, images, two_nodes
+from nodes import ROOT, Manifest, Nodes, example, two_nodes
 
 OPERATOR = ObjectKey("apps/v1", "Deployment", NAMESPACE, "kimistack-operator")
 OPERATOR_READY_S = 120
@@ -125,6 +126,7 @@ def nano(image: str) -> Manifest:
         "kimi-nano-cluster.yaml",
         image=image,
         imagePullPolicy="Never",
+        preflight="Require",
         prefill={"drain": {"preStop": "5s"}, "placement": _spread("prefill")},
         decode={"drain": {"preStop": "5s"}, "placement": _spread("decode")},
         router={"placement": {"nodeSelector": {"kubernetes.io/hostname": "node-1"}}},

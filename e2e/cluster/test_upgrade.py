@@ -6,10 +6,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from built import images_of
 from charts import CHART
 from kimi_operator.observed import ObjectKey
 from nano import DEPLOYMENT, NAME, NAMESPACE, OWNED, READY_S, ask, ready, restarts, router_url
-from nodes import Manifest, Nodes, example, images_of
+from nodes import Manifest, Nodes, example
 
 ROUTER = ObjectKey("apps/v1", "Deployment", NAMESPACE, f"{NAME}-router")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -15,6 +15,7 @@ DEPLOYMENT = ObjectKey("kimistack.dev/v1alpha1", "KimiDeployment", NAMESPACE, NA
 OWNED = f"{DEPLOYMENT_LABEL}%3D{NAME}"
 ENGINES = f"{OWNED},app.kubernetes.io/component%3Dengine"
 ROUTERS = f"{OWNED},app.kubernetes.io/component%3Drouter"
+PREFLIGHTS = f"{OWNED},app.kubernetes.io/component%3Dpreflight"
 
 
 def condition(obj: Manifest | None, name: str) -> Manifest:
@@ -67,6 +68,12 @@ def restarts(pods: dict[str, Manifest]) -> dict[str, int]:
         uid: sum(one["restartCount"] for one in pod["status"].get("containerStatuses", ()))
         for uid, pod in pods.items()
     }
+
+
+def kimi(nodes: Nodes, command: str, *arguments: str, within_s: float = 60) -> str:
+    """What `kubectl kimi COMMAND kimi-nano …` prints."""
+    words = ("kimi", command, NAME, *arguments, "-n", NAMESPACE)
+    return nodes.kubectl(*words, within_s=within_s)
 
 
 def router_url(nodes: Nodes) -> str:

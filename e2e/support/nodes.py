@@ -1,14 +1,12 @@
 """Two real nodes for the end-to-end tests: started, loaded with images, watched, killed, stopped.
 
 KIMISTACK_CLUSTER names the folder with the `cluster` script. KIMI_E2E_KEEP=1 leaves the cluster up,
-so that the next run starts on it. KIMI_E2E_IMAGES names a file with what images/build printed of
-images that are there already.
+so that the next run starts on it.
 """
 
 import http.client
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NODES = ("node-1", "node-2")
 GPUS = 8
 BIN = Path(__file__).parent / "bin"
-GPU_LABELS = {"feature.node.kubernetes.io/amd-gpu": "true"}
-"""As Node Feature Discovery labels nodes with GPUs; where they are, the pool is."""
+PRODUCTS = ("AMD_Instinct_MI350X_OAM", "AMD_Instinct_MI355X_OAM")
+"""Of each node another one, so that preflight looks at both."""
 Manifest = dict[str, Any]
 
 
@@ -98,14 +96,21 @@ class Nodes:
         return ["ctr", "-a", str(self.folder / node / "containerd.sock"), "-n", "k8s.io"]
 
     def kubectl(self, *arguments: str, within_s: float = 60) -> str:
-        """What a user's kubectl prints."""
+        """What a user's kubectl prints; `kubectl kimi …` too."""
+        return self.ran("kubectl", *arguments, within_s=within_s)
+
+    def ran(self, *command: str, code: int = 0, within_s: float = 60) -> str:
+        """What a program that takes --kubeconfig prints, once it ended with this exit code."""
+        ours = Path(sys.executable).parent
         done = subprocess.run(
-            ["kubectl", "--kubeconfig", str(self.server.kubeconfig), *arguments],
+            [*command, "--kubeconfig", str(self.server.kubeconfig)],
+            env={**os.environ, "PATH": f"{ours}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             timeout=within_s,
         )
-        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        told = f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert done.returncode == code, told
         return done.stdout
 
     def kill(self, node: str) -> None:
@@ -175,7 +180,9 @@ class Nodes:
 
     def delete(self, key: ObjectKey) -> None:
         """Ask for a deletion, as `kubectl delete --wait=false` does."""
-        status, answer = self.server.call("DELETE", self.path(key))
+        status, answer = self.server.call(
+            "DELETE", f"{self.path(key)}?propagationPolicy=Background"
+        )
         assert status in (200, 202, 404), answer
 
     def until(
@@ -237,54 +244,6 @@ def _summary(obj: Manifest | None) -> str:
         f"{c['type']}={c['status']} {c.get('reason', '')}: {c.get('message', '')}"
         for c in conditions
     )[:4000]
-
-
-def images() -> dict[str, Manifest]:
-    """Both images, built unless they are there already: name -> what images/build says of it."""
-    given = os.environ.get("KIMI_E2E_IMAGES")
-    if given:
-        return _described(Path(given).read_text())
-    return _described(_built(ROOT))
-
-
-def images_of(root: Path, *names: str) -> dict[str, Manifest]:
-    """The images of another checkout, built by its own script with this one's base and wheels."""
-    for folder in ("images", "wheelhouse"):
-        (root / "build" / folder).mkdir(parents=True, exist_ok=True)
-    for archive in (ROOT / "build" / "images").glob("*.tar"):  # named by what they are made from
-        _link(archive, root / "build" / "images" / archive.name)
-    wheels = root / "build" / "wheelhouse"
-    for file in (ROOT / "build" / "wheelhouse").iterdir():
-        if file.suffix == ".whl":
-            _link(file, wheels / file.name)
-        else:  # what it is complete for; the other checkout may write it anew
-            shutil.copyfile(file, wheels / file.name)
-    return _described(_built(root, *(part for name in names for part in ("--only", name))))
-
-
-def _link(source: Path, target: Path) -> None:
-    if not target.exists():
-        try:
-            os.link(source, target)
-        except OSError:  # another file system
-            shutil.copyfile(source, target)
-
-
-def _built(root: Path, *options: str) -> str:
-    done = subprocess.run(
-        ["nice", sys.executable, root / "images" / "build", *options],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    if done.returncode:
-        raise AssertionError(f"images/build: {done.stderr[-4000:]}")
-    return done.stdout
-
-
-def _described(text: str) -> dict[str, Manifest]:
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {str(line["name"]): line for line in lines}
 
 
 def _processes() -> Iterator[tuple[int, str]]:
@@ -366,14 +325,20 @@ def _started(script: Path, folder: Path) -> Iterator[Nodes]:
         _cluster(script, folder, "up", "--nodes", str(len(NODES)), within_s=300)
         nodes = Nodes(script, folder, Server.of(folder / "kubeconfig"))
         nodes.measured("cluster up", time.monotonic() - began, "s")
-        for node in NODES:
+        for node, product in zip(NODES, PRODUCTS, strict=True):
             _favour(f"kimi-{node}")
             nodes.command("gpus", node, str(GPUS))
-            nodes.merge(ObjectKey("v1", "Node", "", node), {"metadata": {"labels": GPU_LABELS}})
+            labels = gpu_labels(product)
+            nodes.merge(ObjectKey("v1", "Node", "", node), {"metadata": {"labels": labels}})
         yield nodes
     finally:
         if not os.environ.get("KIMI_E2E_KEEP"):
             _cluster(script, folder, "down", within_s=180)
+
+
+def gpu_labels(product: str) -> dict[str, str]:
+    """As Node Feature Discovery and AMD's labeller have them; where the first is, the pool is."""
+    return {"feature.node.kubernetes.io/amd-gpu": "true", "amd.com/gpu.product-name": product}
 
 
 def _favour(group: str) -> None:
