@@ -37,7 +37,6 @@ class Job:
     plan: Plan | None = None
     legs: list[tuple[SimWorker, Work]] = field(default_factory=list)
     wire_id: str = ""
-    avoid: frozenset[str] = frozenset()
     closed: bool = False
 
 
@@ -56,13 +55,12 @@ class Dispatch:
             return
         keys = job.known[: job.view.prompt_tokens // self._cluster.spec.block_tokens]
         try:
-            seen = self._router.choose(job.view, keys, job.avoid)
+            seen = self._router.choose(job.view, keys)
             for name in seen.plan.workers:
                 self._check(self._cluster.workers[name], job)
         except Overloaded as exc:
             self._again(job, max(exc.retry_after_s or 0.0, ASK_AGAIN_S))
         except NobodyNow:
-            job.avoid = frozenset()
             self._again(job, ASK_AGAIN_S)
         except (Unavailable, RequestError, CapacityError) as exc:
             self._refuse(job, str(exc))
@@ -99,13 +97,13 @@ class Dispatch:
         )
         if plan.prefill is None:
             worker = self._cluster.workers[plan.decode]
-            work = self._work(job, worker, job.output_tokens, began=lambda: self._began(job, work))
+            work = self._work(job, job.output_tokens, began=lambda: self._began(job, work))
             work.read = self._fetch(plan, worker)
             self._arrive(job, worker, work, cached.get(plan.decode, 0))
             return
         self._router.ledger.start(plan.prefill, job.wire_id, new_tokens=lacking)
         worker = self._cluster.workers[plan.prefill]
-        work = self._work(job, worker, 0, began=lambda: self._prefilled(job, worker, work))
+        work = self._work(job, 0, began=lambda: self._prefilled(job, worker, work))
         work.read = self._fetch(plan, worker)
         self._arrive(job, worker, work, cached.get(plan.prefill, 0))
 
@@ -122,7 +120,7 @@ class Dispatch:
                 found = here * self._cluster.spec.block_tokens
                 self._router.feedback.found(worker.name, predicted=predicted, found=found)
 
-    def _work(self, job: Job, worker: SimWorker, output: int, *, began: Callable[[], None]) -> Work:
+    def _work(self, job: Job, output: int, *, began: Callable[[], None]) -> Work:
         background = job.view.urgency is RequestClass.BACKGROUND
         priority = Priority.BACKGROUND if background else Priority.INTERACTIVE
         self._numbers += 1
@@ -135,7 +133,6 @@ class Dispatch:
             tenant=job.view.tenant,
             samples=output > 0,
         )
-        del worker
         return Work(request, output, began, lambda: self._ended(job))
 
     def _prefilled(self, job: Job, worker: SimWorker, work: Work) -> None:
@@ -157,7 +154,7 @@ class Dispatch:
             job.record.retries += 1
             self.submit(job)
             return
-        work = self._work(job, target, job.output_tokens, began=lambda: self._began(job, work))
+        work = self._work(job, job.output_tokens, began=lambda: self._began(job, work))
         work.read = Read(
             "hand_off",
             self._cluster.route(source.name, target),

@@ -45,9 +45,7 @@ class SimRouter:
         self._reported_s: dict[str, float] = {}
         self._lost: set[str] = set()
 
-    def choose(
-        self, request: RequestView, keys: Sequence[bytes], avoid: frozenset[str] = frozenset()
-    ) -> Seen:
+    def choose(self, request: RequestView, keys: Sequence[bytes]) -> Seen:
         """Plan a request whose prompt's full blocks have these keys.
 
         Raises what the policy raises: Unavailable, Overloaded.
@@ -60,7 +58,6 @@ class SimRouter:
         views = {
             name: self._view(self._cluster.workers[name], loads[name], held, now_s)
             for name in names
-            if name not in avoid
         }
         plan = self.policy.choose(
             self._with_sources(request, held), list(views.values()), now_s=now_s
