@@ -30,6 +30,8 @@ class Ask:
     prompt: int
     output: int
     leaves_after_s: float | None
+    lent_for_s: float | None = None
+    """A peer reads what is here of the text, from half a second later on."""
 
 
 @dataclass
@@ -49,6 +51,7 @@ asks = st.lists(
         prompt=st.integers(1, 60),
         output=st.integers(1, 70),
         leaves_after_s=st.none() | st.floats(0.01, 1),
+        lent_for_s=st.none() | st.floats(0.01, 1),
     ),
     min_size=1,
     max_size=8,
@@ -91,7 +94,15 @@ def simulated(asked: list[Ask], *, blocks: int, pooled: bool, fast: bool) -> See
         if one.leaves_after_s is not None:
             timeline.after(one.leaves_after_s, lambda: worker.leave(work))
 
+    def lend(one: Ask) -> None:
+        content = Content(BLOCK)
+        content.extend(one.text, 60)
+        lent = worker.lend(content.keys)
+        timeline.after(one.lent_for_s or 0.0, lambda: worker.give_back(lent))
+
     for number, one in enumerate(asked):
+        if one.lent_for_s is not None:
+            timeline.at(one.at_s + 0.5, lambda one=one: lend(one))
         timeline.at(one.at_s, lambda number=number, one=one: ask(number, one))
     timeline.run()
     worker.check_integrity()
