@@ -149,10 +149,18 @@ def _reason(
 ) -> Literal["change", "drift"] | None:
     if _applied_hash(child) != manifest["metadata"]["annotations"][HASH_ANNOTATION]:
         return "change"
+    if _scaled(manifest, child):
+        return "drift"
     if settled is not None and settled == fingerprint(child):
         return None
     owned = owned_fields(child)
     return None if owned and owns(owned, applied_fields(manifest)) else "drift"
+
+
+def _scaled(manifest: Manifest, child: Mapping[str, Any]) -> bool:
+    """Whether somebody scaled what we scale: 1.20 leaves `/scale` out of managedFields."""
+    wanted = (manifest.get("spec") or {}).get("replicas")
+    return wanted is not None and (child.get("spec") or {}).get("replicas") != wanted
 
 
 def _applied_hash(child: Mapping[str, Any]) -> str | None:

@@ -149,7 +149,11 @@ def _progress(facts: Facts) -> Condition:
             "RollingOut",
             f"step {step.step} of {step.total_steps} to revision {step.target_revision}{waiting}",
         )
-    return Condition("Progressing", False, "Complete", f"revision {facts.update_revision}")
+    asked = facts.update_revision
+    if step.target_revision == asked:
+        return Condition("Progressing", False, "Complete", f"revision {asked}")
+    why = f"revision {step.target_revision} instead of {asked}, which the rest of the spec asks for"
+    return Condition("Progressing", False, "Complete", why)
 
 
 def _stalled(facts: Facts) -> Condition:
@@ -165,6 +169,15 @@ def _stalled(facts: Facts) -> Condition:
             f"revision {step.failed} did not get ready within rollout.progressDeadline: "
             f"{step.waiting_for or 'see the instances'}; correct the spec",
         )
+    if _rolled_back(facts):
+        return Condition(
+            "Stalled",
+            True,
+            "RolledBack",
+            f"revision {facts.update_revision}, which the spec asks for, did not get ready within "
+            f"rollout.progressDeadline; {step.target_revision} runs again. Correct the spec, or "
+            f"keep that one by rollout.toRevision: {step.target_revision}",
+        )
     if step.outage is not None and not facts.deployment.spec.rollout.allow_outage:
         return Condition(
             "Stalled",
@@ -173,6 +186,12 @@ def _stalled(facts: Facts) -> Condition:
             f"{step.outage}; allow it with rollout.allowOutage: true",
         )
     return Condition("Stalled", False, "Moving")
+
+
+def _rolled_back(facts: Facts) -> bool:
+    """Whether another revision is wanted than the spec's, though nobody said so."""
+    said_so = facts.deployment.spec.rollout.to_revision is not None
+    return not said_so and facts.step.target_revision not in ("", facts.update_revision)
 
 
 def _degraded(facts: Facts) -> Condition:

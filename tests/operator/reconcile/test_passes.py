@@ -8,6 +8,7 @@ import pytest
 from fakekube import FakeKube
 from kimi_operator.changes import HASH_ANNOTATION
 from kimi_operator.observed import DRAINING_LABEL, K8S_1_20, Manifest, ObjectKey
+from kimi_operator.revisions import FAILED
 from operator_world import KEY, World, nano
 
 pytestmark = pytest.mark.asyncio
@@ -87,6 +88,16 @@ async def test_a_changed_field_of_a_child_is_changed_back():
     world.kube.edit(key, {"spec": {"replicas": 7}})
     await world.settle()
     assert world.shape() == before
+
+
+async def test_a_scale_of_which_the_server_keeps_no_manager_is_taken_back():
+    world = await serving()
+    router = ObjectKey("apps/v1", "Deployment", "llm", "nano-router")
+    scaled = copy.deepcopy(world.kube.objects[router])
+    scaled["spec"]["replicas"] = 5
+    world.kube._store(router, scaled)
+    await world.settle()
+    assert world.kube.objects[router]["spec"]["replicas"] == 1
 
 
 async def test_an_injected_sidecar_and_an_added_label_are_left_alone():
@@ -359,6 +370,47 @@ async def test_what_is_suspended_is_not_said_to_be_under_way(suspend: str):
         await world.settle()
     assert world.conditions["Ready"] == ("False", "Suspended")
     assert world.conditions["Reconciling"][0] == "False"
+
+
+async def another_revision(world: World) -> str:
+    """A changed template whose rollout waits; the revision that serves meanwhile."""
+    old = world.resource["status"]["currentRevision"]
+    world.edit(rollout={"paused": True}, decode={"env": [{"name": "A", "value": "1"}]})
+    await world.settle()
+    assert world.resource["status"]["updateRevision"] != old
+    return str(old)
+
+
+async def test_a_spec_that_was_rolled_back_stalls_until_it_is_corrected():
+    world = await serving(rollout={"onFailure": "Rollback"})
+    old = await another_revision(world)
+    new = world.resource["status"]["updateRevision"]
+    (failed,) = (
+        ObjectKey.of(r)
+        for r in world.kube.of_kind("ControllerRevision")
+        if r.get("data", {}).get("name") == new
+    )
+    world.kube.edit(failed, {"metadata": {"annotations": {FAILED: "true"}}}, "kubectl")
+    world.edit(rollout={"paused": False})
+    await world.settle()
+    assert world.conditions["Stalled"] == ("True", "RolledBack")
+    assert world.conditions["Ready"] == ("False", "RolledBack")
+    assert world.conditions["Available"][0] == "True"
+    assert world.resource["status"]["currentRevision"] == old
+    world.edit(decode={"env": None})
+    await world.settle()
+    assert world.conditions["Ready"] == ("True", "Serving")
+
+
+async def test_an_undone_rollout_names_both_revisions():
+    world = await serving()
+    old = await another_revision(world)
+    world.edit(rollout={"paused": False, "toRevision": old})
+    await world.settle()
+    assert world.conditions["Ready"] == ("True", "Serving")
+    messages = {c["type"]: c["message"] for c in world.resource["status"]["conditions"]}
+    new = world.resource["status"]["updateRevision"]
+    assert messages["Progressing"].startswith(f"revision {old} instead of {new}")
 
 
 async def test_events_are_written_on_transitions_only():
