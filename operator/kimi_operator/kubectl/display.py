@@ -1,9 +1,11 @@
 """Reports as text for a terminal."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +15,8 @@ from kimi_operator.kubectl.top import TopReport
 GOOD, BAD, UNKNOWN = "green", "red", "yellow"
 HOLDS_WHEN_FALSE = frozenset({"Degraded", "Progressing", "Reconciling", "Stalled"})
 """Conditions whose False is the good answer."""
+SENTENCES = frozenset({"MESSAGE", "BLOCKED"})
+UNBOUNDED = 100_000
 STATES = {"serving": GOOD, "failing": BAD}
 
 
@@ -73,7 +77,7 @@ def _roles(roles: Mapping[str, Mapping[str, Any]], console: Console) -> None:
     _titled(console, "roles", table)
 
 
-def _instances(instances: Iterable[InstanceLine], console: Console, now_s: float) -> None:
+def _instances(instances: Sequence[InstanceLine], console: Console, now_s: float) -> None:
     table = _table("INSTANCE", "STATE", "READY", "IN FLIGHT", "AGE", "POD", "NODE", "POD STATE")
     for one in instances:
         first: list[str | Text] = [
@@ -89,9 +93,10 @@ def _instances(instances: Iterable[InstanceLine], console: Console, now_s: float
             restarts = f", {pod.restarts} restarts" if pod.restarts else ""
             head = first if index == 0 else [""] * len(first)
             table.add_row(*head, pod.pod, pod.node or "-", f"{pod.phase}{restarts}")
-        for failure in one.failures:
-            table.add_row("", "", "", "", "", Text(failure, style=BAD))
     _titled(console, "instances", table)
+    for one in instances:
+        for failure in one.failures:
+            line(console, f"{one.instance}: {failure}", BAD)
 
 
 def _revisions(report: StatusReport, console: Console, now_s: float) -> None:
@@ -154,15 +159,22 @@ def show_top(report: TopReport, console: Console) -> None:
 
 
 def _titled(console: Console, title: str, table: Table) -> None:
+    """A narrow terminal breaks sentences, never a name; what is not a terminal breaks nothing."""
     if table.row_count:
         line(console, f"\n{title}", "bold")
-        console.print(table)
+        for column in table.columns:
+            if column.no_wrap:
+                column.min_width = max(cell_len(str(c)) for c in (column.header, *column.cells))
+        unbounded = console.options.update(max_width=UNBOUNDED)
+        least, most = Measurement.get(console, unbounded, table)
+        table.width = max(least, console.width) if console.is_terminal else most
+        console.print(table, crop=False)
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=column not in SENTENCES)
     return table
 
 

@@ -107,6 +107,21 @@ async def test_status_shows_instances_revisions_conditions_and_where_it_serves()
     assert report.model_dump(mode="json", by_alias=True)["observedGeneration"] == 1
 
 
+@pytest.mark.parametrize(("terminal", "width"), [(True, 40), (False, 80)])
+async def test_no_name_is_broken_however_narrow_it_is_shown(terminal: bool, width: int):
+    """Somebody copies it, or a program looks for it."""
+    world = await running()
+    report, out = await reported(world), io.StringIO()
+    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
+    show_status(report, console, world.now_s)
+    names = [one.instance for one in report.instances]
+    names += [condition["type"] for condition in report.conditions]
+    assert [name for name in names if name not in out.getvalue()] == []
+    messages = [str(condition["message"]) for condition in report.conditions]
+    whole = [message for message in messages if message in out.getvalue()]
+    assert (whole == messages) is not terminal
+
+
 async def test_status_says_what_to_do():
     world = await running()
     assert (await reported(world)).todo == ()
