@@ -5,6 +5,7 @@ What is around the scheduler in production is done here over virtual time, in th
 Whoever changes its state first calls `touch`, which ends a fast-forward with the step under way.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -89,12 +90,14 @@ class SimWorker:
                 block_bytes=limits.block_tokens * timing.kv_token_bytes,
                 timeline=timeline,
                 links=links,
-                sync=self.sync,
+                sync=self._before_release,
                 freed=self._freed,
             )
         self._running: Timer | None = None
         self._wake: Timer | None = None
         self._window: Window | None = None
+        self._settled = False
+        """Whoever waits was tried by the newest plan, and nothing has changed since."""
         self._works: list[Work] = []
         """Whose steps the window is."""
         self._reports = 0
@@ -141,7 +144,7 @@ class SimWorker:
     def give_back(self, lent: Sequence[int]) -> None:
         """What was lent is read."""
         if not self.failed:
-            self.sync()
+            self._before_release()
             self.blocks.release(lent)
             self._freed()
 
@@ -150,9 +153,17 @@ class SimWorker:
         if self._window is not None:
             self._advance(self._window, self._window.over_by(self.timeline.now_s))
 
+    def _before_release(self) -> None:
+        """Before blocks are given back: that may let somebody start with the next step."""
+        if self.scheduler.waiting:
+            self.touch()
+        else:
+            self.sync()
+
     def touch(self) -> None:
         """Before a change: end a window. The step under way stays as it was planned."""
         self.sync()
+        self._settled = False
         window = self._window
         if window is None:
             return
@@ -221,6 +232,7 @@ class SimWorker:
 
     def _step(self) -> None:
         plan = self.scheduler.plan()
+        self._settled = True
         self._tell_completed()
         if plan.rows:
             seconds = self._seconds(plan)
@@ -250,7 +262,9 @@ class SimWorker:
         self._running = None
         self.steps += 1
         sampled = [Sampled(row.request, 0) for row in plan.rows if row.sample]
-        self._offer(self.scheduler.commit(plan, sampled))
+        sealed = self.scheduler.commit(plan, sampled)
+        self._settled = self._settled and not sealed
+        self._offer(sealed)
         waited = 0
         for drawn in sampled:
             work = self.work.get(drawn.request)
@@ -266,7 +280,7 @@ class SimWorker:
     def _made(self, work: Work) -> None:
         work.made += 1
         if work.made == work.output_tokens:
-            work.left = True
+            work.left, self._settled = True, False
             del self.work[work.request.number]
             self.scheduler.remove(work.request)
         if work.made == 1:
@@ -303,12 +317,17 @@ class SimWorker:
         """A window, if for some steps nothing but decoding happens."""
         scheduler = self.scheduler
         running = scheduler.running
-        if scheduler.waiting or self.reader.waiting or not running:
+        if self.reader.waiting or not running or (scheduler.waiting and not self._settled):
             return None
         if running > scheduler.limits.step_tokens:
             return None
-        works = [work for work in self.work.values() if work.scheduled]
-        if len(works) != running or any(work.request.lacking != 1 for work in works):
+        waiting = {request.number for request in scheduler.requests()[: scheduler.waiting]}
+        works = [
+            work
+            for work in self.work.values()
+            if work.scheduled and work.request.number not in waiting
+        ]
+        if len(works) != running or any(not w.made or w.request.lacking != 1 for w in works):
             return None
         steps = min(work.output_tokens - work.made for work in works) - 1
         if steps < LEAST_WINDOW:
@@ -324,6 +343,11 @@ class SimWorker:
         )
         if window.taken > self.blocks.available:
             return None
+        if scheduler.waiting:
+            # a block that is filled may be what somebody who waits can begin with
+            window = dataclasses.replace(window, steps=window.next_seal())
+            if window.steps < LEAST_WINDOW:
+                return None
         self._works = works
         return window
 
@@ -347,6 +371,7 @@ class SimWorker:
         if done <= before:
             return
         sealed = window.advance(done)
+        self._settled = self._settled and not sealed
         count, rows = done - before, len(window.requests)
         self.last_step = (rows, sum(request.computed for request in window.requests))
         seconds = window.ends_s(done) - window.ends_s(before)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kimi_runtime.engine.request import Request
@@ -114,7 +114,16 @@ def simulated(asked: list[Ask], *, blocks: int, pooled: bool, fast: bool) -> See
     return seen
 
 
+# the last prompt token of the third is a step of its own, and its first token is told
+LATE_FIRST_TOKEN = [
+    Ask(0.0, 1, 4, 1, None),
+    Ask(0.0, 1, 51, 1, None),
+    Ask(0.0, 1, 10, 3, None),
+]
+
+
 @settings(max_examples=60, deadline=None)
+@example(asked=LATE_FIRST_TOKEN, blocks=20, pooled=False)
 @given(asked=asks, blocks=st.integers(20, 60), pooled=st.booleans())
 def test_fast_forwarding_equals_stepping(asked: list[Ask], blocks: int, pooled: bool):
     stepped = simulated(asked, blocks=blocks, pooled=pooled, fast=False)
