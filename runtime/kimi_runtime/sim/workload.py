@@ -210,17 +210,28 @@ class _Drawing:
 def closed_loop(
     lanes: int, requests: int, seed: int, *, inputs: tuple[int, int], outputs: tuple[int, int]
 ) -> Workload:
-    """Single requests of uniform lengths, `lanes` at a time: what serving benchmarks do."""
+    """Single requests of uniform lengths, `lanes` at a time: what serving benchmarks do.
+
+    Lengths are spread evenly over their ranges and shuffled: few requests have the means of many.
+    """
     chance = stream(seed, "closed loop")
+    prompts = _spread(chance, requests, *inputs)
+    answers = _spread(chance, requests, *outputs)
     sessions = tuple(
         Session(
             name=f"r{number}",
             text=(number + 1) * _TEXTS_PER_SESSION,
-            turns=(Turn(chance.randint(*inputs), chance.randint(*outputs), Pause.END),),
+            turns=(Turn(prompts[number], answers[number], Pause.END),),
         )
         for number in range(requests)
     )
     return Workload(f"closed-{lanes}", sessions, lanes)
+
+
+def _spread(chance: Chance, count: int, low: int, high: int) -> list[int]:
+    values = [low + int((high - low + 1) * (number + 0.5) / count) for number in range(count)]
+    chance.shuffle(values)
+    return values
 
 
 def _last(turn: Turn) -> Turn:
