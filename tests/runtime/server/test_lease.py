@@ -87,13 +87,12 @@ def test_routers_of_before_renew_by_calling_and_without_a_lease_nothing_ends():
 )
 def test_whenever_a_router_has_heard_nothing_for_a_lease_the_worker_is_fenced(polls):
     """Polls after pauses; the answer arrives or is lost; both ways take their time."""
-    lease, now_s, seq = Lease(LEASE_S, epoch=1, now_s=0.0), 0.0, 0
+    lease, now_s = Lease(LEASE_S, epoch=1, now_s=0.0), 0.0
     heard, answered_s = None, float("-inf")
-    for pause_s, arrives, there_s, back_s in polls:
+    for seq, (pause_s, arrives, there_s, back_s) in enumerate(polls, 1):
         now_s += pause_s
         if now_s - answered_s >= LEASE_S:
             assert lease.fenced(now_s)
-        seq += 1
         if heard is not None:
             lease.heard(1, heard, now_s=now_s + there_s)
         lease.reported(seq, now_s=now_s + there_s)
@@ -142,20 +141,23 @@ class leased:
         return await self._owned.__aexit__(*exc)
 
 
+async def exhausted(chunks):
+    """How many chunks were left."""
+    return len([chunk async for chunk in chunks])
+
+
 async def test_a_fenced_worker_refuses_ends_what_runs_and_says_that_it_drains(tmp_path):
     async with leased(tmp_path, 0.6) as (server, client):
         first = await client.load(within_s=2.0)
         assert first.draining
         with pytest.raises(Unavailable, match="lease is over"):
-            async for _ in client.generate(generate("w"), trace_id="t"):
-                pass
+            await exhausted(client.generate(generate("w"), trace_id="t"))
         second = await client.load(within_s=2.0, heard=(first.epoch, first.seq))
         assert not second.draining
-        got = 0
+        chunks = client.generate(generate("w"), trace_id="t")
+        await anext(chunks)
         with pytest.raises(Unavailable, match="lease"):
-            async for _ in client.generate(generate("w"), trace_id="t"):
-                got += 1
-        assert got > 0
+            await exhausted(chunks)
         await until(lambda: server.adapter.load().in_flight.get("r", 0) == 0)
         assert (await client.load(within_s=2.0)).draining
 
