@@ -29,7 +29,7 @@ from kimi_runtime.training.export import write_model
 from kimi_runtime.training.loop import Schedule, StepReport, Training
 
 SEED = 20
-STEPS = 2400
+STEPS = 2000
 BATCH_TOKENS = 4096
 MICRO_TOKENS = 1024  # what of one layer fits a core's cache
 STATE, LOG = "state.pt", "log.jsonl"
@@ -79,7 +79,12 @@ def export(args: argparse.Namespace) -> int:
 def _training(steps: int, *, structured: bool = True) -> Training:
     longest = max(stage.longest for stage in STAGES)
     return Training(
-        KIMI_NANO, Schedule(steps=steps), seed=SEED, positions=longest, structured=structured
+        KIMI_NANO,
+        Schedule(steps=steps),
+        open_vocabulary(),
+        seed=SEED,
+        positions=longest,
+        structured=structured,
     )
 
 

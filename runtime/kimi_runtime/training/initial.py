@@ -5,6 +5,9 @@ tokens before, and a head behind them that looks for places where the same token
 (Olsson et al., "In-context Learning and Induction Heads", arXiv 2209.11895). Here the first
 layer's heads begin by looking 1, 2 and 3 tokens back, and the second layer's by comparing what they
 brought; the rest is random, and every number is trained.
+
+Names and values change their first token with what stands before them (`d`, ` d`, `_d`, `.d`), and
+copying them means to see through that: tokens that differ in such a mark alone begin alike.
 """
 
 import math
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from kimi_runtime.models.rotary import frequencies
 from kimi_runtime.models.tensors import k2_tensors
+from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.spec.model import ModelSpec
 from kimi_runtime.training.weights import Masters, names_of
 
@@ -22,10 +26,17 @@ _LOOK_BACK_PAIRS = 5  # rotary pairs that turn fast enough to tell neighbours ap
 _SHARPNESS = 50.0
 _HEAD_GAIN = 0.02
 _MATCH_GAIN = 1.4
+_MARKS = (b" ", b"_", b".")
+_ALIKE = 0.9
 
 
-def initial_masters(spec: ModelSpec, seed: int, *, structured: bool = True) -> Masters:
-    """The same for the same seed. Without `structured` every matrix is random."""
+def initial_masters(
+    spec: ModelSpec, seed: int, vocabulary: Vocabulary, *, structured: bool = True
+) -> Masters:
+    """The same for the same seed. Without `structured` every matrix is random.
+
+    The vocabulary may have fewer ids than the model has rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     wanted = k2_tensors(spec)
     masters = {}
@@ -33,6 +44,8 @@ def initial_masters(spec: ModelSpec, seed: int, *, structured: bool = True) -> M
         stack = (len(names),) if len(names) > 1 else ()
         shape = (*stack, *wanted[names[0]].shape)
         masters[name] = _initial(name, shape, spec, generator)
+    if structured:
+        _relate(masters["embedding"], vocabulary, generator)
     masters["embedding"][:, 0] = _CONSTANT
     masters["head"] = masters["embedding"] * _HEAD_GAIN
     masters["head"][:, 0] = 0.0
@@ -60,6 +73,16 @@ def _initial(
     if name.endswith("kv_down"):
         values[spec.kv_lora_rank :] *= 0.3
     return values
+
+
+def _relate(embedding: Tensor, vocabulary: Vocabulary, generator: torch.Generator) -> None:
+    """Give a token with a mark before it the row of the bare token, and the mark's own part."""
+    known = {vocabulary.token_bytes(token): token for token in range(vocabulary.rank_count)}
+    parts = {mark: torch.randn(embedding.shape[1], generator=generator) for mark in _MARKS}
+    for token_bytes, token in known.items():
+        mark, bare = token_bytes[:1], known.get(token_bytes[1:])
+        if mark in parts and bare is not None and token_bytes[1:2].isalnum():
+            embedding[token] = _ALIKE * embedding[bare] + (1 - _ALIKE**2) ** 0.5 * parts[mark]
 
 
 def _rope_rows(q_up: Tensor, spec: ModelSpec) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kimi_runtime.models.rows import padded_rows
+from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.spec.model import ModelSpec
 from kimi_runtime.training.initial import initial_masters
 from kimi_runtime.training.model import TrainingK2
@@ -18,7 +19,7 @@ from kimi_runtime.training.optimiser import Optimiser, Rates
 from kimi_runtime.training.weights import Masters, gradients_of, leaves_of
 
 _LENGTHS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
-_BIAS_STEP = 1e-3  # DeepSeek-V3's gamma
+_BIAS_STEP = 5e-3  # five times DeepSeek-V3's gamma: there are so few steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,17 @@ class Training:
     """A model being trained. `step` is the number of steps made."""
 
     def __init__(
-        self, spec: ModelSpec, schedule: Schedule, *, seed: int, positions: int, structured: bool
+        self,
+        spec: ModelSpec,
+        schedule: Schedule,
+        vocabulary: Vocabulary,
+        *,
+        seed: int,
+        positions: int,
+        structured: bool = True,
     ) -> None:
         self.spec, self.schedule = spec, schedule
-        self.masters: Masters = initial_masters(spec, seed, structured=structured)
+        self.masters: Masters = initial_masters(spec, seed, vocabulary, structured=structured)
         self.optimiser = Optimiser()
         self.tokens = 0
         self._model = TrainingK2(spec, positions=positions, dtype=torch.bfloat16)

@@ -47,13 +47,11 @@ def leaves_of(masters: Masters, dtype: torch.dtype, *, quantise: bool) -> dict[s
     With `quantise` routed experts get the value they will have once saved as MXFP4; the router's
     bias collects nothing.
     """
-    joined = {part: name for name, parts in _JOINED.items() for part in parts}
     groups: dict[str, list[Tensor]] = {}
     for name, master in masters.items():
-        layer, dot, part = name.rpartition(".")
         routed = quantise and master.dim() == 3
         value = through_mxfp4(master) if routed else master
-        groups.setdefault(f"{layer}{dot}{joined.get(part, part)}", []).append(value)
+        groups.setdefault(_leaf_of(name)[0], []).append(value)
     return {
         name: values[0].clone()
         if name.endswith("router_bias")
@@ -66,19 +64,24 @@ def gradients_of(masters: Masters, leaves: Mapping[str, Tensor]) -> Masters:
     """Each master's gradient, fp32, cut out of its leaf's."""
     result = {}
     for name, master in masters.items():
-        layer, dot, part = name.rpartition(".")
-        joined = next((leaf for leaf, parts in _JOINED.items() if part in parts), None)
-        leaf = leaves.get(f"{layer}{dot}{joined}") if joined else leaves[name]
-        leaf = leaves[name] if leaf is None else leaf
-        if leaf.grad is None:
+        leaf, place = _leaf_of(name)
+        gradient = leaves[leaf].grad
+        if gradient is None:
             continue
-        grad = leaf.grad
-        if joined and leaf.shape != master.shape:
-            first = part == _JOINED[joined][0]
+        if place is not None:
             rows = master.shape[-2]
-            grad = grad[..., :rows, :] if first else grad[..., -rows:, :]
-        result[name] = grad.float()
+            gradient = gradient[..., :rows, :] if place == 0 else gradient[..., -rows:, :]
+        result[name] = gradient.float()
     return result
+
+
+def _leaf_of(master: str) -> tuple[str, int | None]:
+    """The leaf that holds a master, and its place among the two that are joined there."""
+    layer, dot, part = master.rpartition(".")
+    for leaf, parts in _JOINED.items():
+        if part in parts:
+            return f"{layer}{dot}{leaf}", parts.index(part)
+    return master, None
 
 
 def names_of(spec: ModelSpec) -> dict[str, tuple[str, ...]]:

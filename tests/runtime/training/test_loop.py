@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kimi_runtime.protocol.vocabulary import open_vocabulary
 from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.training.initial import initial_masters
 from kimi_runtime.training.loop import Example, Schedule, Training, pack
@@ -12,34 +13,35 @@ from kimi_runtime.training.optimiser import orthogonal
 from kimi_runtime.training.weights import leaves_of
 from tiny_k2 import tiny_spec
 
-SPEC = tiny_spec()
+SPEC = tiny_spec(vocab_size=2304, bos_id=2048, eos_ids=(2050,), pad_id=2303)
+VOCABULARY = open_vocabulary()
 
 
 def batch(step):
     draw = random.Random(step)
-    first = [draw.choices(range(40), k=16) for _ in range(6)]
+    first = [draw.choices(range(40), k=16) for _ in range(4)]
     examples = [Example(tuple(ids + ids), tuple(range(18, 32))) for ids in first]
-    return [examples[:3], examples[3:]]
+    return [examples[:2], examples[2:]]
 
 
 def training(steps=8):
     schedule = Schedule(steps=steps, warm_up=2, quantise_from=0.5)
-    return Training(SPEC, schedule, seed=1, positions=64, structured=True)
+    return Training(SPEC, schedule, VOCABULARY, seed=1, positions=64)
 
 
 def test_a_resumed_run_equals_one_that_was_never_stopped(tmp_path):
-    whole = training()
-    for step in range(6):
+    whole = training(steps=4)
+    for step in range(4):
         whole.advance(batch(step))
-    first = training()
-    for step in range(3):
+    first = training(steps=4)
+    for step in range(2):
         first.advance(batch(step))
     first.save(tmp_path / "state.pt")
-    second = training()
+    second = training(steps=4)
     second.load(tmp_path / "state.pt")
-    for step in range(second.step, 6):
+    for step in range(second.step, 4):
         report = second.advance(batch(step))
-    assert (second.step, second.tokens) == (whole.step, whole.tokens) == (6, report.tokens)
+    assert (second.step, second.tokens) == (whole.step, whole.tokens) == (4, report.tokens)
     for name, master in whole.masters.items():
         assert torch.equal(master, second.masters[name]), name
 
@@ -57,7 +59,7 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path):
 
 def test_the_loss_on_copies_falls():
     run = training(steps=30)
-    losses = [run.advance(batch(step)).loss for step in range(25)]
+    losses = [run.advance(batch(step)).loss for step in range(12)]
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
 
 
@@ -65,7 +67,7 @@ def test_the_bias_moves_towards_idle_experts_and_nothing_else_moves_it():
     run = training()
     run.advance(batch(0))
     bias = run.masters["1.router_bias"]
-    assert set(bias.abs().tolist()) <= {0.0, float(torch.tensor(0.001))}
+    assert set(bias.abs().tolist()) <= {0.0, float(torch.tensor(0.005))}
     assert bias.any()
 
 
@@ -87,7 +89,7 @@ def test_orthogonal_steps_have_singular_values_near_one():
 
 
 def test_training_starts_with_heads_that_find_what_came_after_the_same_ids():
-    masters = initial_masters(KIMI_NANO, 0)
+    masters = initial_masters(KIMI_NANO, 0, VOCABULARY)
     model = TrainingK2(KIMI_NANO, positions=64, dtype=torch.float32)
     leaves = leaves_of(masters, torch.float32, quantise=False)
     first = torch.randint(0, 2048, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -97,3 +99,11 @@ def test_training_starts_with_heads_that_find_what_came_after_the_same_ids():
     seen, wanted = logits[:, 34:-1], ids[:, 35:]
     rank = (seen > seen.gather(-1, wanted[..., None])).sum(-1).float()
     assert float(rank.median()) < 40  # of 2,304; by chance it would be near 1,152
+
+
+def test_tokens_that_differ_in_a_mark_alone_begin_alike():
+    embedding = initial_masters(KIMI_NANO, 0, VOCABULARY)["embedding"]
+    known = {VOCABULARY.token_bytes(token): token for token in range(VOCABULARY.rank_count)}
+    bare, marked, other = (embedding[known[text]] for text in (b"name", b" name", b"value"))
+    assert float(torch.cosine_similarity(bare, marked, dim=0)) > 0.8
+    assert abs(float(torch.cosine_similarity(bare, other, dim=0))) < 0.3

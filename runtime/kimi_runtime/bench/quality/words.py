@@ -14,6 +14,7 @@ _VOWELS = "aeiouaeo"
 _CODAS = ("", "", "", "l", "n", "r", "s", "x", "m")
 _HELD_OUT = 5  # one word in so many is for the examination
 _MAX_TOKENS = 5
+_MARKS = " _"
 
 
 class Words:
@@ -42,15 +43,22 @@ class Words:
         return self.word(draw) if draw.random() < 0.5 else str(number(draw))
 
     def _is_even(self, word: str) -> bool:
-        """Whether the word's ids are the same behind a space, an underscore and a quote, its first
-        aside: only then is quoting a name a copy.
+        """Whether a mark before the word changes its first token at most: only then is quoting a
+        name that stood behind a space a copy.
         """
         encode = self._vocabulary.encode_text
         bare = encode(word)
-        if len(bare) > _MAX_TOKENS:
-            return False
-        rest = bare[1:]
-        return all(encode(mark + word)[-len(rest) :] == rest for mark in " _" if rest)
+        first = self._vocabulary.token_bytes(bare[0]).decode()
+        return len(bare) <= _MAX_TOKENS and all(
+            encode(mark + word) == [*encode(mark + first), *bare[1:]]
+            and self._adds_nothing(encode(mark + first), mark + first)
+            for mark in _MARKS
+        )
+
+    def _adds_nothing(self, ids: list[int], marked: str) -> bool:
+        """Whether a marked token is one id, or the mark's and its own."""
+        tokens = [self._vocabulary.token_bytes(token).decode() for token in ids]
+        return tokens in ([marked], [marked[0], marked[1:]])
 
 
 def is_held_out(word: str) -> bool:
