@@ -62,7 +62,7 @@ def test_a_plan_names_every_step_before_anything_is_applied(nodes: Nodes, new: P
     command = ("kimistack", "plan", "-f", str(new))
     printed = nodes.ran(*command, code=1)
     assert f"spec.image: {before['spec']['image']} -> {image_of(new)}" in printed
-    assert all(step in printed for step in ("1/2", "2/2", "drain decode-", "create prefill-"))
+    assert all(step in printed for step in ("1/2", "2/2", "drain decode-", "create decode-"))
     rollout = json.loads(nodes.ran(*command, "-o", "json", code=1))["rollout"]
     assert rollout["from"] == before["status"]["currentRevision"]
     assert rollout["outage"] is None
@@ -79,23 +79,33 @@ def test_a_rollout_pauses_and_is_undone_without_a_failed_request(nodes: Nodes, n
     old, pods = before["status"]["currentRevision"], engines(nodes)
     with Load(router_url(nodes), NAME) as load:
         nodes.merge(DEPLOYMENT, {"spec": {"image": image_of(new)}})
-        nodes.until(DEPLOYMENT, lambda now: any(updated(now)), READY_S, "rolling out")
+        nodes.until(
+            DEPLOYMENT,
+            lambda now: (now or {})["status"]["updateRevision"] != old and any(updates(now)),
+            READY_S,
+            "starting an instance of the new revision",
+        )
         assert "pauses" in kimi(nodes, "pause")
         nodes.until(
             DEPLOYMENT,
             lambda now: (
                 condition(now, "Progressing").get("reason") == "Paused"
-                and updated(now) == [1, 1]
+                and updates(now) == [1, 1]
                 and serving(now, prefill=2, decode=2)
             ),
             READY_S,
             "paused with a pair of each revision",
         )
         with pytest.raises(TookTooLong):
-            nodes.until(DEPLOYMENT, lambda now: updated(now) != [1, 1], PAUSED_S, "going on")
+            nodes.until(DEPLOYMENT, lambda now: updates(now) != [1, 1], PAUSED_S, "going on")
         assert f"goes back to revision {old}" in kimi(nodes, "undo")
         kimi(nodes, "resume")
-        nodes.until(DEPLOYMENT, lambda now: rolled_out(now, old), READY_S, "undone")
+        nodes.until(
+            DEPLOYMENT,
+            lambda now: settled(now, updated=0) and revision_of(now) == old,
+            ROLLED_OUT_S,
+            "undone",
+        )
     nodes.measured("rollout paused half-way and undone: requests served", load.served, "")
     nodes.measured("the same: requests failed", len(load.failures), "")
     assert load.failures == []
@@ -111,7 +121,7 @@ def test_a_new_image_rolls_out_without_a_failed_request(nodes: Nodes, new: Path)
         kimi(nodes, "undo", "--forward")
         nodes.until(
             DEPLOYMENT,
-            lambda now: rolled_out(now) and revision_of(now) != revision_of(before),
+            lambda now: settled(now, updated=2) and revision_of(now) != revision_of(before),
             ROLLED_OUT_S,
             "rolled out",
         )
@@ -127,7 +137,7 @@ def test_a_new_image_rolls_out_without_a_failed_request(nodes: Nodes, new: Path)
     assert "+ " not in printed
 
 
-def updated(now: Manifest | None) -> list[int]:
+def updates(now: Manifest | None) -> list[int]:
     """Instances of the update revision, of prefill and of decode."""
     pools = (now or {}).get("status", {}).get("pools", {})
     return [pools.get(role, {}).get("updated", 0) for role in ("prefill", "decode")]
@@ -137,12 +147,10 @@ def revision_of(now: Manifest | None) -> str:
     return str((now or {})["status"]["currentRevision"])
 
 
-def rolled_out(now: Manifest | None, revision: str | None = None) -> bool:
-    """Whether 2+2 serve, all of the revision that is wanted (`revision`, if given)."""
-    if not serving(now, prefill=2, decode=2) or updated(now) != [2, 2]:
-        return False
-    wanted = (now or {})["status"]["updateRevision"]
-    return revision_of(now) == wanted == (revision or wanted)
+def settled(now: Manifest | None, updated: int) -> bool:
+    """Whether 2+2 serve and no rollout is under way; `updated` of each are of the newest spec."""
+    complete = condition(now, "Progressing").get("reason") == "Complete"
+    return complete and serving(now, prefill=2, decode=2) and updates(now) == [updated, updated]
 
 
 def test_a_restarted_operator_restarts_no_pod(nodes: Nodes, client: openai.OpenAI):
