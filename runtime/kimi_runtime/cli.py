@@ -1,5 +1,6 @@
 """The runtime's subcommands: `worker`, `router`, `umbp`, each started from one spec file,
-`quality`, which examines a model, and `sim`, which simulates deployments.
+`quality`, which examines a model, `sim`, which simulates deployments, and `explain`, which tells
+why a router decided as it did.
 
 Exit status 0 after a drain, 2 with one line on standard error for a wrong spec, file, key or port,
 1 with one line for everything else that was foreseen.
@@ -15,6 +16,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from kimi_runtime.errors import ConfigError, KimistackError
+from kimi_runtime.explain_cli import explain
 from kimi_runtime.settings import read_settings
 from kimi_runtime.sim.cli import app as sim_app
 from kimi_runtime.spec.router import RouterSpec
@@ -98,6 +100,9 @@ def quality(
             raise KimistackError(f"{result.model} misses the floor of: {', '.join(short)}")
 
     _guarded(run)
+
+
+app.command()(explain)
 
 
 def _show_progress(done: int, of: int) -> None:

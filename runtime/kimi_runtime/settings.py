@@ -6,11 +6,13 @@ revision come from here.
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
 
 from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.spec.router import EXPLAIN_FILE
 
 NAME_VARIABLE = "KIMISTACK_NAME"
 LOG_LEVEL_VARIABLE = "KIMISTACK_LOG_LEVEL"
@@ -74,3 +76,15 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         transfer_address=variables.get(TRANSFER_ADDRESS_VARIABLE) or None,
         transfer_port=variables.get(TRANSFER_PORT_VARIABLE) or None,
     )
+
+
+def explain_logs(environment: Mapping[str, str] | None = None) -> list[Path]:
+    """Explain logs of deployments that run, or ran, as processes of this machine; newest first.
+
+    They lie in KIMISTACK_HOME, else $XDG_STATE_HOME/kimistack, else ~/.local/state/kimistack.
+    """
+    variables = os.environ if environment is None else environment
+    own, state = variables.get("KIMISTACK_HOME"), variables.get("XDG_STATE_HOME")
+    home = Path(own) if own else (Path(state) if state else Path.home() / ".local/state")
+    found = (home if own else home / "kimistack").glob(f"*/{EXPLAIN_FILE}")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)

@@ -50,9 +50,10 @@ class Router(ApiModel):
     )
     image: Name | None = Field(None, description="None: the deployment's image.")
     port: Port = Field(8000, description="Where it listens.")
-    policy: Literal["longest_prefix", "least_load"] = Field(
+    policy: Literal["longest_prefix", "least_load", "cost"] = Field(
         "longest_prefix",
-        description="How prefill and decode worker are chosen, both by one plan.",
+        description="How prefill and decode worker are chosen, both by one plan. `cost` prices "
+        "plans in seconds, of the request and of others, and learns how fast workers are.",
     )
     thinking: bool = presettable(
         True, "Whether a request that does not say so thinks before it answers."

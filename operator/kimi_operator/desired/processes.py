@@ -10,11 +10,12 @@ from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import transfer_network
 from kimi_operator.desired.fit import known_model
+from kimi_operator.desired.policy import policy_of
 from kimi_operator.desired.umbp import ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import (
-    LeastLoad,
-    LongestPrefix,
+    Cost,
+    ExplainSpec,
     PoolEndpoint,
     RouterSpec,
     WorkerEndpoint,
@@ -48,6 +49,8 @@ class Places:
     host: str = LOCAL_HOST
     api_keys: Path | None = None
     vocabulary: Path | None = None
+    explain: Path | None = None
+    """Where a router that has reasons writes them."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,8 @@ def _router(
 ) -> ProcessPlan:
     architecture = effective.preset.architecture if effective.preset else spec.model.id
     model = known_model(architecture)
+    policy = policy_of(effective)
+    explain = places.explain if isinstance(policy, Cost) else None  # the others have no reasons
     router = RouterSpec(
         name=ROUTER,
         host=places.host,
@@ -272,7 +277,8 @@ def _router(
             WorkerEndpoint(name=p.name, role=WorkerRole(p.role), url=_url(p)) for p in workers
         ),
         pools=tuple(PoolEndpoint(name=p.name, url=_url(p)) for p in pools),
-        policy=LeastLoad() if spec.router.policy == "least_load" else LongestPrefix(),
+        policy=policy,
+        explain=ExplainSpec(path=explain) if explain else None,
         call_key=places.call_key,
         api_keys=places.api_keys,
         max_body=spec.router.max_body,

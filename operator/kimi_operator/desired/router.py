@@ -14,13 +14,12 @@ from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, digest_of, router_name
 from kimi_operator.desired.placement import place_router
+from kimi_operator.desired.policy import policy_of
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.desired.spec_files import spec_file
 from kimi_operator.observed import Manifest
 from kimi_runtime.spec.router import (
     FleetSpec,
-    LeastLoad,
-    LongestPrefix,
     PoolEndpoint,
     RouterSpec,
     WorkerEndpoint,
@@ -71,7 +70,7 @@ def _spec_file(effective: Effective, vocabulary: str | None) -> str:
         "vocabulary": vocabulary,
         "workers": (),
         "fleet": f"{pods.CONFIG_DIR}/{FLEET_FILE}",
-        "policy": LeastLoad() if router.policy == "least_load" else LongestPrefix(),
+        "policy": policy_of(effective),
         "call_key": CALL_KEY_FILE,
         "api_keys": keys,
         "max_body": router.max_body,

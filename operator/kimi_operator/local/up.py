@@ -178,6 +178,7 @@ def _places(effective: Effective, folders: Folders, front: Front, port: int) -> 
         host=front.host,
         api_keys=front.api_keys.absolute() if front.api_keys else None,
         vocabulary=_model_files(effective),
+        explain=folders.explain,
     )
 
 

@@ -16,6 +16,9 @@ from kimi_runtime.router.plan import Plan
 from kimi_runtime.router.policies.base import Policy
 from kimi_runtime.router.view import RequestView, WorkerView
 
+FEW_WORKERS = 8
+"""Up to here pricing every plan takes less than a millisecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -47,11 +50,15 @@ Tell = Callable[[Decision, Outcome], None]
 
 @dataclass(slots=True)
 class Decisions:
-    """Decides by `policy`. `tell` hears of every decision that has come to its end."""
+    """Decides by `policy`. `tell` hears of every decision that has come to its end.
+
+    `explains`: among few workers every plan is priced, also those that cannot be the best.
+    """
 
     policy: Policy
     insight: Insight
     tell: Tell = field(default=lambda _decision, _outcome: None)
+    explains: bool = False
 
     def decide(
         self,
@@ -65,7 +72,10 @@ class Decisions:
     ) -> Decision:
         """The plan of now; its mode may be DEFER. Raises what `Policy.choose` raises."""
         planner = self.insight.planner
-        decided = None if planner is None else planner.plan(asked, workers, now_s=now_s)
+        decided = None
+        if planner is not None:
+            fully = self.explains and len(workers) <= FEW_WORKERS
+            decided = planner.plan(asked, workers, now_s=now_s, exhaustive=fully)
         chosen = decided and decided.plan
         plan = chosen or self.policy.choose(asked, workers, now_s=now_s)
         views = {worker.name: worker for worker in workers}

@@ -98,7 +98,9 @@ class Router:
             router=spec.name,
             fleet=self.fleet,
             ledger=self.ledger,
-            decisions=Decisions(policy, self.insight, self._tell),
+            decisions=Decisions(
+                policy, self.insight, self._tell, explains=spec.explain is not None
+            ),
             look=self._look,
             retries=spec.retries,
             tasks=tasks,

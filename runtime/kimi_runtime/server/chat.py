@@ -7,6 +7,7 @@ from typing import Any
 
 from kimi_runtime.protocol.chat import Chat, Rendered
 from kimi_runtime.protocol.codec_k2 import K2Codec
+from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.service import Router
 from kimi_runtime.server.answer import Answer
 from kimi_runtime.server.generation import Ask, Caller, Generations
@@ -86,6 +87,7 @@ class ChatCompletions:
             grammar_required=demanded,
             temperature=THINKING_TEMPERATURE if chat.thinking else INSTANT_TEMPERATURE,
             one_call=not chat.parallel_calls,
+            phase=Phase.TOOL if chat.tools else Phase.FINAL,
         )
         async with self._generations.open(wanted, caller, ask) as answer:
             yield answer

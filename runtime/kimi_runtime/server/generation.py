@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from kimi_runtime import clock
 from kimi_runtime.protocol.chat import Rendered
 from kimi_runtime.router.admission import Slot
+from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.service import Router
 from kimi_runtime.server.answer import Answer, OutputParser, Part
 from kimi_runtime.server.asgi import Trace
 from kimi_runtime.server.metrics import RouterMetrics
 from kimi_runtime.server.openai_request import SharedFields
-from kimi_runtime.server.prepare import THINKING_TEMPERATURE, Limits, sampling_of, stops_of
+from kimi_runtime.server.prepare import (
+    THINKING_TEMPERATURE,
+    Limits,
+    sampling_of,
+    stops_of,
+    urgency_of,
+)
 from kimi_runtime.spec.request import Grammar
 
 
@@ -36,6 +43,7 @@ class Ask:
     grammar_required: bool = False
     temperature: float = THINKING_TEMPERATURE
     one_call: bool = False
+    phase: Phase = Phase.FINAL
 
 
 class Generations:
@@ -67,6 +75,8 @@ class Generations:
             sampling=sampling,
             grammar=ask.grammar,
             grammar_required=ask.grammar_required,
+            urgency=urgency_of(wanted),
+            phase=ask.phase,
         )
         answer = Answer(
             router=router,
@@ -105,6 +115,7 @@ class Generations:
             "retries": journey.retries,
             "ttft_s": journey.ttft_s,
             "prefill_s": journey.prefill_s,
+            "expected_s": journey.expected_s,
             "session": answer.turn.session.id.hex()[:12],
             "continues": answer.turn.continues,
         }

@@ -22,6 +22,8 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2, 4, 10)
+_ERRORS_S = (-10, -3, -1, -0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -77,6 +79,20 @@ class RouterMetrics(HttpMetrics):
             buckets=_TTFT_S,
             registry=registry,
         )
+        self._ratio = Histogram(
+            "kimistack_router_ttft_ratio",
+            "Real over predicted seconds from a decision to the first output.",
+            ["mode"],
+            buckets=_RATIOS,
+            registry=registry,
+        )
+        self._error = Histogram(
+            "kimistack_router_ttft_error_seconds",
+            "Real less predicted seconds from a decision to the first output.",
+            ["mode"],
+            buckets=_ERRORS_S,
+            registry=registry,
+        )
         self._itl = Histogram(
             "kimistack_router_itl_seconds",
             "Seconds between two streamed chunks.",
@@ -129,6 +145,9 @@ class RouterMetrics(HttpMetrics):
             self._plans.labels(plan.mode, leg, worker).inc()
         if journey.ttft_s is not None:
             self._ttft.labels(plan.mode).observe(journey.ttft_s)
+        if journey.served_s is not None and journey.expected_s:
+            self._ratio.labels(plan.mode).observe(journey.served_s / journey.expected_s)
+            self._error.labels(plan.mode).observe(journey.served_s - journey.expected_s)
         self._count(legs[0], journey.prefill_usage)
         self._count(legs[-1], journey.decode_usage)
 
@@ -174,6 +193,15 @@ class _RouterState:
             ready.add_metric([member.name], member.ready)
         yield legs
         yield ready
+        if router.explain is not None:
+            lines = CounterMetricFamily(
+                "kimistack_router_explained",
+                "Decisions by whether the explain log has them.",
+                labels=["outcome"],
+            )
+            lines.add_metric(["written"], router.explain.written)
+            lines.add_metric(["dropped"], router.explain.dropped)
+            yield lines
         yield from _fleet_metrics(router.signals())
         exact = GaugeMetricFamily(
             "kimistack_router_feed_exact",

@@ -2,8 +2,9 @@
 
 A field that is not here is an error that names it: silently ignoring what a client asked for gives
 it something else than it asked for. Accepted and ignored, because clients send them to everyone and
-they change no output: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
-`prompt_cache_options` and `prompt_cache_retention`. `prompt_cache_key` is a routing hint.
+they change no output: `user`, `metadata`, `store`, `safety_identifier`, `prompt_cache_options` and
+`prompt_cache_retention`. `prompt_cache_key` is a routing hint, and of `service_tier` the value
+`flex` makes a request wait behind others.
 """
 
 import re

@@ -12,6 +12,7 @@ from kimi_runtime.protocol.history import normalise
 from kimi_runtime.protocol.incremental import SessionRecord
 from kimi_runtime.protocol.schema import read_object_schema, read_tools
 from kimi_runtime.protocol.vocabulary import Vocabulary
+from kimi_runtime.router.view import RequestClass
 from kimi_runtime.server.openai_request import (
     ChatRequest,
     JsonSchemaFormat,
@@ -111,6 +112,11 @@ def sampling_of(
         stop_ids=stop_ids,
         logprobs=logprobs,
     )
+
+
+def urgency_of(request: SharedFields) -> RequestClass:
+    """How urgent the request is: in the service tier `flex` its client says that it can wait."""
+    return RequestClass.BACKGROUND if request.service_tier == "flex" else RequestClass.INTERACTIVE
 
 
 def stops_of(request: SharedFields) -> tuple[str, ...]:

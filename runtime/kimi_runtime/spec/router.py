@@ -137,6 +137,11 @@ class InferaCost(SpecModel):
 
 Baseline = RoundRobin | PowerOfTwo | CacheAware | DynamoCost | LlmdFilter | InferaCost
 PolicySpec = Annotated[LeastLoad | LongestPrefix | Cost | Baseline, Field(discriminator="kind")]
+POLICY_KINDS = (
+    *("longest_prefix", "least_load", "cost"),
+    *("round_robin", "power_of_two", "cache_aware", "dynamo", "llm_d", "infera"),
+)
+"""Their names."""
 
 
 class FleetSpec(SpecModel):
@@ -149,6 +154,10 @@ class FleetSpec(SpecModel):
         description="While no worker runs, a request waits so long for one to be started, which "
         "somebody does who reads the router's signals. None: nobody does.",
     )
+
+
+EXPLAIN_FILE = "explain.jsonl"
+"""Where the router of `kimistack up` explains itself: in its deployment's state folder."""
 
 
 class ExplainSpec(SpecModel):

@@ -10,12 +10,11 @@ import logging
 import os
 import threading
 from collections import deque
-from pathlib import Path
 
 from kimi_runtime import clock
 from kimi_runtime.router.course import Outcome
 from kimi_runtime.router.decisions import Decision
-from kimi_runtime.router.explain.record import line_of, record_of
+from kimi_runtime.router.explain.record import line_of, older, record_of
 from kimi_runtime.spec.router import ExplainSpec, PolicySpec
 
 MAX_WAITING = 1024
@@ -98,8 +97,3 @@ class ExplainLog:
         if why != self._said:
             self._said = why
             _log.error("decision not explained", extra={"fields": {"why": why}})
-
-
-def older(path: Path) -> Path:
-    """Where what no longer fits under `path` is."""
-    return path.with_name(f"{path.name}.1")

@@ -4,6 +4,7 @@ No prompt, no token id and no key is in it: a session is a pseudonym that only t
 call key leads to. Lines are written when a decision has come to its end. Pure.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +106,10 @@ def record_of(
 
 def line_of(record: Record) -> bytes:
     """The line, newline included."""
-    return record.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    told = record.model_dump(mode="json", exclude_defaults=True)
+    # what tells the format and the policy is written whatever the defaults are
+    whole = {"version": record.version, **told, "policy": record.policy.model_dump(mode="json")}
+    return json.dumps(whole, separators=(",", ":")).encode() + b"\n"
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -117,6 +121,11 @@ def read_records(path: Path) -> Iterator[Record]:
                     yield _parsed(path, number, line)
     except OSError as exc:
         raise ConfigError(f"the explain log {path} cannot be read: {exc.strerror}") from exc
+
+
+def older(path: Path) -> Path:
+    """Where what no longer fits under `path` is."""
+    return path.with_name(f"{path.name}.1")
 
 
 def _parsed(path: Path, number: int, line: bytes) -> Record:
