@@ -7,6 +7,7 @@ import pytest
 
 from kimi_operator.api.load import validated
 from kimi_operator.desired.effective import Effective, resolve
+from kimi_operator.desired.policy import policy_of
 from kimi_operator.desired.processes import (
     LocalPlan,
     Machine,
@@ -16,7 +17,7 @@ from kimi_operator.desired.processes import (
 )
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import CapacityError, ConfigError
-from kimi_runtime.spec.router import LeastLoad, RouterSpec
+from kimi_runtime.spec.router import Cost, ExplainSpec, LeastLoad, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import FileWeights, RandomWeights, Role, WorkerSpec
 from rule_cases import document
@@ -116,6 +117,17 @@ def test_fields_reach_the_files_they_are_for():
     found = router(plan)
     assert (found.policy, found.request_deadline, found.thinking) == (LeastLoad(), 60.0, False)
     assert (found.host, found.api_keys, found.family) == ("0.0.0.0", Path("/keys"), "k2")
+
+
+def test_a_policy_with_reasons_starts_from_the_models_speeds_and_writes_them_down():
+    log = Path("/s/explain.jsonl")
+    found = router(planned({**NANO, "router": {"policy": "cost"}}, explain=log))
+    assert found.policy == Cost(model="kimi-nano", gpu="cpu", tensor=1)
+    assert found.explain == ExplainSpec(path=log)
+    assert router(planned(NANO, explain=log)).explain is None
+    spec = {"router": {"policy": "cost"}, "rdma": {"allowTCP": True}}
+    large = effective({"preset": "kimi-k2.6-mxfp4/mi355x", **spec})
+    assert policy_of(large) == Cost(model="kimi-k2.6", gpu="MI355X", tensor=4)
 
 
 def test_weights_are_drawn_or_read():

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from kimi_runtime.errors import ConfigError
+from kimi_runtime.explain_cli import explain
 from kimi_runtime.router.course import Outcome
 from kimi_runtime.router.decisions import Decisions
 from kimi_runtime.router.explain.record import Record, line_of, read_records, record_of
@@ -127,3 +130,30 @@ def test_every_term_of_every_plan_is_shown():
     for name in record.chosen.terms:
         assert name in text
     assert "* " in text
+
+
+def told(*arguments):
+    app = typer.Typer()
+    app.command()(explain)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_command_finds_a_request_the_worst_and_the_whole(tmp_path):
+    path = written(tmp_path / "explain.jsonl", records_of(fleet([0, 5000]), 3))
+    written(tmp_path / "explain.jsonl.1", records_of(fleet([0, 5000]), 5))
+    assert "r-2, attempt 0" in told("r-2", "--file", path).stdout
+    assert len(told("--worst", 4, path, "-o", "json").stdout.splitlines()) == 4
+    assert json.loads(told(path, "-o", "json").stdout)["decisions"] == 8
+    assert "real / predicted" in told("--file", path).stdout
+    replayed = json.loads(told("--replay", "--policy", "least_load", path, "-o", "json").stdout)
+    assert replayed["decisions"] == 8
+
+
+def test_the_command_says_in_one_line_what_is_not_there(tmp_path):
+    path = written(tmp_path / "explain.jsonl", records_of(fleet([0])))
+    unknown = told("r-9", "--file", path)
+    assert unknown.exit_code != 0
+    assert "no decision of request 'r-9'" in unknown.stderr
+    other = told("--replay", "--policy", "best", path)
+    assert other.exit_code == 2
+    assert "use one of longest_prefix" in other.stderr
