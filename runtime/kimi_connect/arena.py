@@ -112,6 +112,11 @@ class Arena:
     def number(self, number: int) -> None:
         _NUMBER.pack_into(self._view, _NUMBER_OFFSET, number)
 
+    @property
+    def data(self) -> memoryview:
+        """All pages, writable, page 0 first. Parts that nobody touched yet may not be mapped in."""
+        return self._data[: self.pages * self.page_bytes]
+
     def take_over(self, epoch: int) -> None:
         """A new daemon stands behind this arena: mappings of the epoch before are over."""
         _NUMBER.pack_into(self._view, _EPOCH_OFFSET, epoch)

@@ -91,6 +91,14 @@ class DaemonProcess:
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
 
+    def freeze(self) -> None:
+        """It stays, and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It goes on."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End it at once, as a crash does."""
         self._process.send_signal(signal.SIGKILL)

@@ -17,7 +17,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.spec.request import BlockKeyHex
+from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.spec.ssd import SsdSpec
+from kimi_runtime.spec.transfer import TransferNetwork
 from kimi_runtime.units import Bytes, Rate, Seconds
 
 TierName = Literal["hbm", "dram", "ssd"]
@@ -79,7 +81,40 @@ class UmbpSpec(SpecModel):
     reservation_ttl: Annotated[Seconds, Gt(0)] = 30.0
     pin_lease: Annotated[Seconds, Gt(0)] = 10.0
     feed_interval: Annotated[Seconds, Gt(0)] = 0.02
+    peers: tuple[PoolEndpoint, ...] = Field(
+        (),
+        description="Daemons of this deployment to fetch from what this one lacks. The one that "
+        "has this daemon's name is passed over.",
+    )
+    peers_file: Path | None = Field(
+        None,
+        description="A FleetSpec whose pools are the peers instead. It is read again when it "
+        "changes, so whoever writes it replaces it as a whole.",
+    )
+    lends: bool = Field(
+        False, description="Whether others may fetch from here also where no peers are named."
+    )
+    transfer: Literal["tcp", "verbs"] = Field("tcp", description="How peers copy from here.")
+    network: TransferNetwork = TransferNetwork()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are, or may come to be, daemons to fetch from."""
+        return bool(self.peers) or self.peers_file is not None
+
+    @model_validator(mode="after")
+    def _peers_are_told_once(self) -> Self:
+        if self.peers and self.peers_file is not None:
+            raise ValueError("peers and peers_file both say who the peers are: leave one out")
+        if len({peer.name for peer in self.peers}) < len(self.peers):
+            raise ValueError("two peers have one name, by which they are told apart: rename one")
+        if self.has_peers and self.port and self.port == self.network.port:
+            raise ValueError(
+                f"network.port: {self.port} is the port of the daemon's HTTP face; peers' "
+                "transfers need another one, or 0 for any that is free"
+            )
+        return self
 
     @model_validator(mode="after")
     def _evicts_downwards(self) -> Self:

@@ -1,7 +1,8 @@
 """The daemon's side of its Unix socket: engines of this node, each on one connection.
 
 A connection is an `asyncio.Protocol`, not a task: memory answers at once, so a request is handled
-where it arrives. Only a PIN of what the SSD has to bring is answered later, by a task. Losing a
+where it arrives. Only a PIN of what an SSD or a peer has to bring is answered later, by a task.
+Losing a
 connection ends its pins and puts its reservations in quarantine; they are freed when the client
 comes back and says what it still writes, or when its process has ended.
 """
@@ -22,6 +23,7 @@ from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
 from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, LostBlocks, pinned_payload
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.proving import Proving
+from kimi_runtime.umbp.remote.service import Remote
 from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.tiers.dram import OWN_WRITER
@@ -48,6 +50,7 @@ class Clients:
     changed: Callable[[], None]
     feed: FeedLog
     second: SecondTier | None = None
+    remote: Remote | None = None
     lost: LostBlocks = field(default_factory=LostBlocks)
     proving: Proving = field(default_factory=Proving)
     refused: int = 0
@@ -64,6 +67,22 @@ class Clients:
         """The protocol factory of the server."""
         self._number += 1
         return Connection(self, self._number)
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of `keys` that a PIN would find here, on SSD or at a peer."""
+        here = self.pool.held if self.second is None else self.second.held
+        run = here(keys)
+        while self.remote is not None and run < len(keys):
+            there = run + self.remote.fetcher.run(keys[run:])
+            if there == run:
+                break
+            run = there + here(keys[there:])
+        return run
+
+    def lacks(self, keys: Sequence[bytes]) -> bool:
+        """Whether an SSD or a peer could go on with the run that memory has of `keys`."""
+        on_ssd = self.second is not None and self.second.promoter.lacks(keys)
+        return on_ssd or (self.remote is not None and self.remote.fetcher.lacks(keys))
 
     def close(self) -> None:
         """End every connection."""
@@ -298,9 +317,8 @@ class Connection(asyncio.Protocol):
         return payloads.pack_committed(states)
 
     def _run(self, op: Op, keys: list[bytes]) -> int:
-        second = self._clients.second
         if op is Op.HELD:
-            return self._pool.held(keys) if second is None else second.held(keys)
+            return self._clients.held(keys)
         if op is Op.SERVED:
             self._clients.lost.hit += len(keys)
             self._clients.lost.local_hit += len(keys)
@@ -327,7 +345,7 @@ class Connection(asyncio.Protocol):
 
     def _pin(self, request: int, payload: bytes) -> None:
         keys, within_s, tenant = payloads.unpack_pin(payload)
-        second = self._clients.second
+        second, remote = self._clients.second, self._clients.remote
 
         def answer(gap: Gap) -> None:
             if self.instance is None:
@@ -339,13 +357,15 @@ class Connection(asyncio.Protocol):
                 keys,
                 reader=self.number,
                 failure=gap,
-                more=gap is Gap.NONE and second is not None and second.promoter.lacks(keys),
+                more=gap is Gap.NONE and self._clients.lacks(keys),
             )
             self._send(Op.PINNED, request, pinned)
             self._use(keys[:run])
 
-        if second is None or not second.help(keys, answer, within_s=within_s, tenant=tenant):
-            answer(Gap.MISS)
+        for tier in (second, remote):
+            if tier is not None and tier.help(keys, answer, within_s=within_s, tenant=tenant):
+                return
+        answer(Gap.MISS)
 
     def _unpin(self, payload: bytes) -> bool:
         pin, good, corrupt = payloads.unpack_unpin(payload)

@@ -33,6 +33,7 @@ from kimi_runtime.umbp.http import Phase, PoolHttp
 from kimi_runtime.umbp.journal import Kept, NoJournal
 from kimi_runtime.umbp.memory import open_arena, segments_of
 from kimi_runtime.umbp.pool import Pool
+from kimi_runtime.umbp.remote.service import open_remote, share_arena
 from kimi_runtime.umbp.retention import Retention
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.tags import leaves
@@ -130,6 +131,9 @@ async def _engines(spec: UmbpSpec, http: PoolHttp, memory: Memory) -> AsyncItera
     async with AsyncExitStack() as owned:
         # bound before anything is running, so that a path in use ends the start as itself
         listener = owned.enter_context(_bound(spec.socket))
+        shared = None
+        if spec.lends or spec.has_peers:
+            shared = await owned.enter_async_context(share_arena(spec, arena, http.call_keys))
         in_memory, on_ssd = TierHoldings.pair(feed) if spec.ssd else (feed, None)
         pool = _pool(spec, memory, in_memory, on_ssd)
         _self_test(pool, arena)
@@ -140,6 +144,9 @@ async def _engines(spec: UmbpSpec, http: PoolHttp, memory: Memory) -> AsyncItera
             _say_recovered(tier)
             clients.second = SecondTier(spec, pool, arena, tier, on_ssd, publish)
             await owned.enter_async_context(clients.second.running())
+        if shared is not None:
+            given = (spec, shared, pool, arena, http.call_keys[0], publish, clients.second)
+            clients.remote = await owned.enter_async_context(open_remote(*given))
         http.phase = Phase.READY
         async with _answering(clients, http, listener, publish):
             yield clients

@@ -13,9 +13,12 @@ from pydantic import BaseModel
 from kimi_connect.wire import HintKind
 from kimi_runtime import auth, clock
 from kimi_runtime.errors import KimistackError, RequestError, Unauthorized, Unavailable
+from kimi_runtime.spec.peers import GiveBackRequest, LendRequest
 from kimi_runtime.spec.umbp import ClearAnswer, ClearRequest, HintRequest
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.metrics import PoolMetrics
+from kimi_runtime.umbp.remote.lender import Lender
+from kimi_runtime.umbp.remote.service import Remote
 from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
@@ -77,6 +80,8 @@ class PoolHttp:
         app.router.add_get("/feed", self.feed)
         app.router.add_post("/hint", self.hint)
         app.router.add_post("/clear", self.clear)
+        app.router.add_post("/lend", self.lend)
+        app.router.add_post("/give_back", self.give_back)
         return app
 
     async def healthz(self, request: web.Request) -> web.StreamResponse:
@@ -105,6 +110,7 @@ class PoolHttp:
                 "evictable_bytes": pool.evictable_pages * pool.page_bytes,
                 "total_bytes": pool.total_pages * pool.page_bytes,
                 **({"ssd": _ssd(clients.second)} if clients.second is not None else {}),
+                **({"peers": _peers(clients.remote)} if clients.remote is not None else {}),
             }
         )
 
@@ -173,6 +179,24 @@ class PoolHttp:
         answer = ClearAnswer(epoch=epoch, up_to=up_to, blocks=blocks)
         return web.json_response(answer.model_dump(mode="json"))
 
+    async def lend(self, request: web.Request) -> web.StreamResponse:
+        """Pin blocks for a peer that copies them."""
+        asked = _parsed(LendRequest, await request.read())
+        answer = await self._lender().lend(asked)
+        return web.Response(text=answer.model_dump_json(), content_type="application/json")
+
+    async def give_back(self, request: web.Request) -> web.StreamResponse:
+        """End such a pin."""
+        asked = _parsed(GiveBackRequest, await request.read())
+        answer = await self._lender().give_back(asked)
+        return web.json_response(answer.model_dump(mode="json"))
+
+    def _lender(self) -> Lender:
+        remote = self._ready().remote
+        if remote is None:
+            raise Unavailable("this daemon lends nothing: it has no peers (peers, peers_file)")
+        return remote.lender
+
     def _ready(self) -> Clients:
         if self.clients is None:
             raise Unavailable(_NOT_READY[self.phase])
@@ -216,6 +240,10 @@ def _ssd(second: SecondTier) -> dict[str, object]:
         "live_bytes": stats.live_bytes,
         "capacity_bytes": stats.capacity_bytes,
     }
+
+
+def _peers(remote: Remote) -> dict[str, str]:
+    return {owner.name: remote.owners.state(owner).value for owner in remote.owners}
 
 
 def _failure(error: KimistackError) -> web.StreamResponse:

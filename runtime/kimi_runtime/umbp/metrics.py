@@ -16,6 +16,7 @@ from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.ghosts import Ghosts
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.promotion import Landing
+from kimi_runtime.umbp.remote.metrics import peer_metrics
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.ssdlog.health import Access, Refusal
 from kimi_runtime.umbp.tenants import Account
@@ -44,6 +45,8 @@ class PoolMetrics(Collector):
             if clients.second is not None:
                 yield from _ssd_gauges(clients.second)
                 yield from _ssd_counters(clients.second)
+            if clients.remote is not None:
+                yield from peer_metrics(clients.remote)
 
     def exposition(self) -> bytes:
         """The text a scraper reads."""

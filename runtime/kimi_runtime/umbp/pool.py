@@ -258,14 +258,26 @@ class Pool:
             self.counters.writer_gone += 1
         return len(own)
 
-    def pin(self, keys: Sequence[bytes], *, reader: int, now_s: float) -> Pinned:
-        """Keep the leading run of `keys` in place for one lease, and make it the warmest."""
+    def arrived(self, keys: Iterable[bytes]) -> None:
+        """These were brought here for somebody's use, which has yet to come: it is the first."""
+        for key in keys:
+            if key in self._blocks:
+                self._blocks[key].uses = 0
+
+    def pin(
+        self, keys: Sequence[bytes], *, reader: int, now_s: float, lease_s: float | None = None
+    ) -> Pinned:
+        """Keep the leading run of `keys` in place for a lease, and make it the warmest.
+
+        `lease_s` is how long that is, if not `pin_lease_s`.
+        """
         run = [self._blocks[key] for key in keys[: self.held(keys)]]
         gap = Gap.NONE
         if len(run) < len(keys):
             gap = Gap.EVICTED if keys[len(run)] in self.ghosts else Gap.MISS
         self._number += 1
-        pinned = Pinned(self._number, reader, tuple(run), gap, now_s + self.pin_lease_s)
+        lease_s = self.pin_lease_s if lease_s is None else lease_s
+        pinned = Pinned(self._number, reader, tuple(run), gap, now_s + lease_s)
         for block in run:
             self._idle.remove(block.key)
             block.pins += 1

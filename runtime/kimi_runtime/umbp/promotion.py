@@ -6,12 +6,10 @@ waits has a deadline; a flight has none, since memory that a read may still fill
 anybody else. Until its last waiter has gone, nothing a flight brought can be evicted.
 """
 
-import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from typing import Any
 
@@ -20,10 +18,11 @@ from kimi_connect.copying import copy_bytes
 from kimi_connect.wire import Commitment, Gap, Grant, Granted
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
+from kimi_runtime.umbp.flights import Flight, kept
 from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
 from kimi_runtime.umbp.ssdlog.log import Got
 from kimi_runtime.umbp.ssdlog.volume import Corrupt
-from kimi_runtime.umbp.tiers.dram import OWN_READER, OWN_WRITER
+from kimi_runtime.umbp.tiers.dram import OWN_WRITER
 from kimi_runtime.umbp.tiers.ssd import SsdTier
 
 PIECE_BYTES = 64 << 20
@@ -50,13 +49,7 @@ class Landing(StrEnum):
     """Its reader's deadline passed first; it may land yet."""
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    keys: list[bytes]
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: int = 0
-    pin: int = 0
-    failure: Landing = Landing.LANDED
+_Flight = Flight[Landing]
 
 
 class Promoter:
@@ -91,16 +84,21 @@ class Promoter:
         """
         piece, lacking = self._piece(keys)
         flights, refused = self._join(lacking, tenant)
-        with self._kept(piece), self._awaited(flights):
-            await self._ended(flights, ends_s)
+        with ExitStack() as held:
+            held.enter_context(kept(self._pool, piece))
+            for flight in flights:
+                held.enter_context(flight.awaited(self._pool))
+            for flight in flights:
+                if not await flight.wait(ends_s):
+                    break
         run = self._pool.held(piece)
         if run == len(piece):
             return Gap.NONE
-        flight = next((f for f in flights if piece[run] in f.keys), None)
-        if flight is None:
+        missed = next((f for f in flights if piece[run] in f.keys), None)
+        if missed is None:
             landing = refused
-        elif flight.ended.is_set():
-            landing = flight.failure
+        elif missed.ended.is_set():
+            landing = missed.failure
         else:
             landing = Landing.LATE
             self.landings[landing] += sum(key in lacking for key in piece[run:])
@@ -137,7 +135,7 @@ class Promoter:
                 refused = Landing.NO_ROOM
                 self.landings[refused] += len(items) - len(granted)
             if granted:
-                flight = _Flight(new[: len(granted)])
+                flight = _Flight(new[: len(granted)], Landing.LANDED)
                 self._flights |= dict.fromkeys(flight.keys, flight)
                 self._spawn(self._fly(flight, granted, sizes), "umbp-promotion")
         flights = {id(f): f for key in lacking if (f := self._flights.get(key)) is not None}
@@ -158,10 +156,7 @@ class Promoter:
             flight.failure = _why(got) if landed < len(flight.keys) else Landing.LANDED
             self.landings[Landing.LANDED] += landed
             self.landings[flight.failure] += len(flight.keys) - landed
-            if flight.waiting and landed:
-                own = self._pool.pin(flight.keys[:landed], reader=OWN_READER, now_s=math.inf)
-                flight.pin = own.number
-            flight.ended.set()
+            flight.end(self._pool, flight.keys[:landed])
 
     async def _read(self, keys: list[bytes], granted: list[Granted], sizes: list[int]) -> Got:
         """Read into the reserved pages: at once where a block's are in one piece."""
@@ -182,37 +177,6 @@ class Promoter:
         if scattered:
             await in_thread(lambda stop: _scatter(scattered, stop), ends_s=math.inf)
         return got
-
-    @contextmanager
-    def _kept(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """What is in memory of `keys` stays there."""
-        here = [key for key in keys if self._pool.block(key) is not None]
-        own = self._pool.pin(here, reader=OWN_READER, now_s=math.inf)
-        try:
-            yield
-        finally:
-            self._pool.unpin(own.number, (), reader=OWN_READER, now_s=clock.now_s())
-
-    @contextmanager
-    def _awaited(self, flights: Sequence[_Flight]) -> Iterator[None]:
-        """What these bring stays in memory."""
-        for flight in flights:
-            flight.waiting += 1
-        try:
-            yield
-        finally:
-            for flight in flights:
-                flight.waiting -= 1
-                if not flight.waiting:
-                    self._pool.unpin(flight.pin, (), reader=OWN_READER, now_s=clock.now_s())
-
-    async def _ended(self, flights: Sequence[_Flight], ends_s: float) -> None:
-        for flight in flights:
-            try:
-                async with asyncio.timeout(max(0.0, ends_s - clock.now_s())):
-                    await flight.ended.wait()
-            except TimeoutError:
-                return
 
 
 _GAPS = {Landing.CORRUPT: Gap.CORRUPT, Landing.LATE: Gap.LATE}

@@ -1,0 +1,361 @@
+"""From other daemons into memory: blocks an engine asked for and this node lacks.
+
+A *flight* asks the owner that has most of the run to lend it, copies it from the owner's memory
+into reserved pages, checks every block there, and commits those that are intact. It ends within
+`MAX_FETCH_S`; who waits for it has a deadline of its own. A block that doesn't come is a miss with
+a reason, counted by owner. Lending never fetches, so daemons can't send each other around.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from kimi_connect.arena import Arena
+from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag
+from kimi_runtime import clock
+from kimi_runtime.errors import (
+    KimistackError,
+    PeerGone,
+    ProtocolError,
+    RegionGone,
+    TransferCancelled,
+    TransferLate,
+)
+from kimi_runtime.spec.peers import (
+    MAX_LEND_KEYS,
+    GiveBackRequest,
+    LendAnswer,
+    LendRequest,
+    LentBlock,
+)
+from kimi_runtime.transfer.background import Stop, in_thread
+from kimi_runtime.transfer.base import Span
+from kimi_runtime.transfer.sessions import SessionCache
+from kimi_runtime.umbp.flights import Flight, kept
+from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
+from kimi_runtime.umbp.remote.calls import OwnerBusy
+from kimi_runtime.umbp.remote.owners import Owner, Owners
+from kimi_runtime.umbp.remote.places import spans_between
+from kimi_runtime.umbp.tags import matches
+from kimi_runtime.umbp.tiers.dram import OWN_WRITER
+
+MAX_FETCH_S = 3.0
+"""A fetch that takes longer is given up. It has its own end, not that of who asked first: an owner
+is judged by it, and readers in a hurry would otherwise put good owners into quarantine."""
+
+GIVE_BACK_S = 1.0
+PIECE_BYTES = 32 << 20
+UNDER_WAY_BYTES = 256 << 20
+ARENA_SHARE = 4
+"""What is under way takes at most this part of the arena."""
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+"""Runs a task whose end somebody else sees to, under a name."""
+
+
+class Fate(StrEnum):
+    """What became of a block that was to be fetched."""
+
+    FETCHED = "fetched"
+    ABSENT = "absent"
+    """The owner has it no more."""
+    CORRUPT = "corrupt"
+    """What came does not match its tags, or the answer has no meaning."""
+    LATE = "late"
+    UNREACHABLE = "unreachable"
+    MOVED = "moved"
+    """The owner restarted: what its feed said is of another epoch."""
+    NO_ROOM = "no_room"
+    """Memory here is full of pins and reservations."""
+    BUSY = "busy"
+    """Enough other fetches are under way, here or at the owner."""
+
+
+_GAPS = {Fate.CORRUPT: Gap.CORRUPT, Fate.LATE: Gap.LATE}
+_BLAMED = (Fate.CORRUPT, Fate.LATE, Fate.UNREACHABLE)
+_UNDECIDED = (Fate.BUSY, Fate.NO_ROOM)
+
+
+@dataclass(slots=True)
+class _Loan:
+    """What an owner lent, and what became of it."""
+
+    pin: int = 0
+    cut: bool = False
+    landed: list[bytes] = field(default_factory=list)
+    landed_bytes: int = 0
+    corrupt: list[int] = field(default_factory=list)
+
+
+class Fetcher:
+    """Brings blocks of `owners` into the pages of `pool`, by `sessions` of a transport."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        arena: Arena,
+        owners: Owners,
+        sessions: SessionCache,
+        spawn: Spawn,
+        *,
+        here: Callable[[bytes], bool],
+    ) -> None:
+        """`here` says whether memory or SSD of this node has a block."""
+        self.crowded = 0
+        """Blocks not fetched because enough others were under way all the time."""
+        self._pool, self._arena, self._owners = pool, arena, owners
+        self._sessions, self._spawn, self._here = sessions, spawn, here
+        self._flights: dict[bytes, Flight[Fate]] = {}
+        most = min(UNDER_WAY_BYTES, pool.total_pages * pool.page_bytes // ARENA_SHARE)
+        self._piece_bytes = max(pool.page_bytes, min(PIECE_BYTES, most // 2))
+        self._slots = asyncio.Semaphore(max(1, most // self._piece_bytes))
+
+    @property
+    def under_way(self) -> int:
+        """Blocks being fetched."""
+        return len(self._flights)
+
+    def run(self, keys: Sequence[bytes]) -> int:
+        """How many leading ones of `keys` could be fetched, all from one owner."""
+        return self._owners.run(keys)
+
+    def lacks(self, keys: Sequence[bytes]) -> bool:
+        """Whether the block that ends the run in memory can be fetched."""
+        run = self._pool.held(keys)
+        after = keys[run : run + 1]
+        return bool(after) and (after[0] in self._flights or self.run(after) > 0)
+
+    async def bring(
+        self, keys: Sequence[bytes], *, ends_s: float, tenant: str = DEFAULT_TENANT
+    ) -> Gap:
+        """Bring the next piece of the run of `keys` into memory, until `ends_s`.
+
+        Returns why the next block after the run in memory did not come; NONE: it was not tried, and
+        asking again may bring more. Pin what is wanted before awaiting anything else: only until
+        then is it safe from eviction.
+        """
+        run = self._pool.held(keys)
+        flight = self._join(keys[run : run + MAX_LEND_KEYS], tenant)
+        if flight is None:
+            return Gap.MISS
+        with kept(self._pool, keys[:run]), flight.awaited(self._pool):
+            ended = await flight.wait(ends_s)
+        after = keys[self._pool.held(keys) :][:1]
+        if not after or after[0] not in flight.keys:
+            return Gap.NONE
+        if not ended:
+            return Gap.LATE
+        if flight.failure is Fate.FETCHED:
+            return Gap.NONE if after[0] != keys[run] else Gap.MISS
+        return _GAPS.get(flight.failure, Gap.MISS)
+
+    def _join(self, keys: Sequence[bytes], tenant: str) -> Flight[Fate] | None:
+        """The flight that brings the first of `keys`; None if nobody could be asked."""
+        if not keys:
+            return None
+        if keys[0] in self._flights:
+            return self._flights[keys[0]]
+        known = (n for n, key in enumerate(keys) if key in self._flights or self._here(key))
+        wanted = keys[: next(known, len(keys))]
+        if not wanted:
+            return None
+        chosen = self._owners.choose(wanted)
+        if chosen is None:
+            return None
+        flight = Flight(list(wanted[: chosen[1]]), Fate.BUSY)
+        self._flights |= dict.fromkeys(flight.keys, flight)
+        self._spawn(self._fly(flight, tenant), "umbp-fetch")
+        return flight
+
+    async def _fly(self, flight: Flight[Fate], tenant: str) -> None:
+        ends_s, loan = clock.now_s() + MAX_FETCH_S, _Loan()
+        held = False
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MAX_FETCH_S):
+                    held = await self._slots.acquire()
+            # anew: what was known when the flight began may be old
+            chosen = self._owners.choose(flight.keys) if held else None
+            if chosen is not None:
+                owner, run, epoch = chosen
+                flight.failure = await self._from(
+                    owner, epoch, flight.keys[:run], loan, ends_s, tenant
+                )
+        finally:
+            if held:
+                self._slots.release()
+            else:
+                self.crowded += len(flight.keys)
+            for key in flight.keys:
+                del self._flights[key]
+            flight.end(self._pool, loan.landed)
+
+    async def _from(
+        self,
+        owner: Owner,
+        epoch: int,
+        keys: Sequence[bytes],
+        loan: _Loan,
+        ends_s: float,
+        tenant: str,
+    ) -> Fate:
+        """Fetch what the owner has of `keys`; why the rest did not come, or FETCHED.
+
+        A piece that its owner cut short for its size is whole.
+        """
+        start_s, fate = clock.now_s(), Fate.BUSY
+        owner.fetching += 1
+        owner.health.began(start_s)
+        try:
+            async with asyncio.timeout(ends_s - start_s):
+                fate = await self._fetch(owner, epoch, keys, loan, ends_s, tenant)
+        except (TransferLate, TimeoutError):
+            fate = Fate.LATE
+        except RegionGone:
+            fate = Fate.MOVED
+        except (OwnerBusy, TransferCancelled):
+            fate = Fate.BUSY
+        except PeerGone:
+            fate = Fate.UNREACHABLE
+        except (ProtocolError, ValueError):
+            fate = Fate.CORRUPT
+        finally:
+            owner.fetching -= 1
+            self._account(owner, keys, loan, fate, clock.now_s() - start_s)
+            if loan.pin:
+                back = GiveBackRequest(epoch=epoch, pin=loan.pin, corrupt=tuple(loan.corrupt))
+                self._spawn(_give_back(owner, back), "umbp-give-back")
+        return fate
+
+    def _account(
+        self, owner: Owner, keys: Sequence[bytes], loan: _Loan, fate: Fate, seconds: float
+    ) -> None:
+        landed, corrupt = len(loan.landed), len(loan.corrupt)
+        owner.blocks[Fate.FETCHED] += landed
+        owner.blocks[Fate.CORRUPT] += corrupt
+        if fate is not Fate.FETCHED:
+            owner.blocks[fate] += len(keys) - landed - corrupt
+        owner.bytes += loan.landed_bytes
+        owner.seconds += seconds if landed else 0.0
+        if fate is Fate.MOVED:
+            self._owners.doubt(owner)
+        if corrupt or fate in _BLAMED:
+            owner.health.failed(clock.now_s())
+        elif fate in _UNDECIDED:
+            owner.health.undecided()
+        else:
+            owner.health.answered()
+
+    async def _fetch(
+        self,
+        owner: Owner,
+        epoch: int,
+        keys: Sequence[bytes],
+        loan: _Loan,
+        ends_s: float,
+        tenant: str,
+    ) -> Fate:
+        left_s = ends_s - clock.now_s()
+        asked = LendRequest(
+            epoch=epoch,
+            keys=tuple(key.hex() for key in keys),
+            max_bytes=self._piece_bytes,
+            within_ms=max(1, int(1e3 * left_s)),
+            tenant=tenant,
+        )
+        answer = await owner.calls.lend(asked, within_s=left_s)
+        if answer.epoch != epoch:
+            return Fate.MOVED
+        loan.pin, loan.cut = answer.pin, answer.cut
+        blocks = _sound(answer, len(keys), self._piece_bytes)
+        if not blocks:
+            return Fate.ABSENT
+        items = [(key, block.size) for key, block in zip(keys, blocks, strict=False)]
+        # without an end: the pages come free when the copy has ended, never before
+        grants = self._pool.reserve(items, writer=OWN_WRITER, now_s=math.inf, tenant=tenant)
+        try:
+            await self._land(answer, blocks, keys, grants, loan, ends_s)
+        finally:
+            mine = [grant.generation for grant in grants if grant.grant is Grant.RESERVED]
+            self._pool.abort(mine, writer=OWN_WRITER)
+        if loan.corrupt:
+            return Fate.CORRUPT
+        if any(grant.grant is Grant.FULL for grant in grants):
+            return Fate.NO_ROOM
+        return Fate.FETCHED if answer.cut or len(blocks) == len(keys) else Fate.ABSENT
+
+    async def _land(
+        self,
+        answer: LendAnswer,
+        blocks: Sequence[LentBlock],
+        keys: Sequence[bytes],
+        grants: Sequence[Granted],
+        loan: _Loan,
+        ends_s: float,
+    ) -> None:
+        """Copy, check and commit the blocks that have pages."""
+        mine = [n for n, grant in enumerate(grants) if grant.grant is Grant.RESERVED]
+        if not mine:
+            return
+        spans: list[Span] = []
+        for n in mine:
+            theirs = [Extent(e.first, e.pages) for e in blocks[n].extents]
+            place = (theirs, answer.page_bytes, grants[n].extents, self._pool.page_bytes)
+            spans += spans_between(*place, blocks[n].size)
+        left_s = ends_s - clock.now_s()
+        async with self._sessions.session(answer.region, deadline_s=left_s) as session:
+            left_s = ends_s - clock.now_s()
+            await session.read(spans, self._arena.data, deadline_s=left_s)
+        landed = [(keys[n], blocks[n], grants[n]) for n in mine]
+        verdicts, _ = await in_thread(lambda stop: self._verdicts(landed, stop), ends_s=ends_s)
+        checked = list(zip(mine, verdicts, strict=False))
+        loan.corrupt = [n for n, intact in checked if not intact]
+        good = [n for n, intact in checked if intact]
+        done = [(grants[n].generation, _tags(blocks[n])) for n in good]
+        states = self._pool.commit(done, writer=OWN_WRITER, now_s=clock.now_s())
+        came = [n for n, s in zip(good, states, strict=True) if s is not Commitment.EXPIRED]
+        new = [n for n, s in zip(good, states, strict=True) if s is Commitment.COMMITTED]
+        loan.landed = [keys[n] for n in came]
+        loan.landed_bytes = sum(blocks[n].size for n in came)
+        self._pool.arrived(keys[n] for n in new)
+        if len(checked) < len(mine):
+            raise TransferLate(f"{len(mine) - len(checked)} blocks came too late to be checked")
+
+    def _verdicts(
+        self, landed: Sequence[tuple[bytes, LentBlock, Granted]], stop: Stop
+    ) -> list[bool]:
+        """Whether the bytes of each, where they landed, match their tags; as far as it came."""
+        verdicts: list[bool] = []
+        for key, block, grant in landed:
+            if stop():
+                break
+            parts = list(self._arena.parts(grant.extents, block.size))
+            whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+            tags = _tags(block)
+            verdicts.append(matches(key, [t.size for t in tags], whole, [t.tag for t in tags]))
+        return verdicts
+
+
+def _sound(answer: LendAnswer, asked: int, max_bytes: int) -> list[LentBlock]:
+    """The blocks of an answer; ProtocolError if they are not what can have been asked for."""
+    blocks = list(answer.blocks)
+    if len(blocks) > asked or sum(block.size for block in blocks) > max_bytes:
+        raise ProtocolError(f"{answer.region.peer} lends more than it was asked for")
+    for block in blocks:
+        if sum(tag.size for tag in block.tags) != block.size:
+            raise ProtocolError(f"{answer.region.peer} lends a block that its tags do not cover")
+    return blocks
+
+
+def _tags(block: LentBlock) -> tuple[GroupTag, ...]:
+    return tuple(GroupTag(tag.size, bytes.fromhex(tag.tag)) for tag in block.tags)
+
+
+async def _give_back(owner: Owner, back: GiveBackRequest) -> None:
+    """A pin that can't be given back lapses."""
+    with suppress(KimistackError):
+        await owner.calls.give_back(back, within_s=GIVE_BACK_S)

@@ -1,0 +1,196 @@
+"""The other daemons: who they are, what they hold as their feeds tell, and how they behave.
+
+What is known of their blocks is advisory: a wrong entry costs a miss. Who is asked is EXACT, so
+that an owner that is gone, restarted or behind is not asked for what it had.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from pydantic import ValidationError
+
+from kimi_runtime import clock
+from kimi_runtime.errors import KimistackError
+from kimi_runtime.spec.router import FleetSpec, PoolEndpoint
+from kimi_runtime.umbp.feed import FollowState
+from kimi_runtime.umbp.index import Index
+from kimi_runtime.umbp.remote.calls import OwnerCalls
+from kimi_runtime.umbp.remote.choice import owner_to_ask
+from kimi_runtime.umbp.remote.health import OwnerHealth
+
+LOOK_S = 0.5
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One other daemon."""
+
+    endpoint: PoolEndpoint
+    calls: OwnerCalls
+    health: OwnerHealth = field(default_factory=OwnerHealth)
+    blocks: Counter[str] = field(default_factory=Counter)
+    """Blocks asked for, by what became of them."""
+    bytes: int = 0
+    seconds: float = 0.0
+    """Of fetches that brought something."""
+    fetching: int = 0
+    """Fetches under way."""
+
+    @property
+    def name(self) -> str:
+        """As it is listed."""
+        return self.endpoint.name
+
+
+class Owners:
+    """Every other daemon, followed by tasks of `tasks`. `own_name` is never one of them."""
+
+    def __init__(
+        self,
+        own_name: str,
+        http: aiohttp.ClientSession,
+        call_key: bytes,
+        tasks: asyncio.TaskGroup,
+        *,
+        now_s: Callable[[], float] = clock.now_s,
+    ) -> None:
+        self.index = Index()
+        self._own_name, self._http, self._call_key = own_name, http, call_key
+        self._group, self._now_s = tasks, now_s
+        self._owners: dict[str, Owner] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._said = ""
+
+    def __iter__(self) -> Iterator[Owner]:
+        """All of them."""
+        return iter(list(self._owners.values()))
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._owners)
+
+    def state(self, owner: Owner) -> FollowState:
+        """How far its feed can be trusted."""
+        return self.index.state(owner.name)
+
+    def known(self, owner: Owner) -> int:
+        """How many blocks it is thought to hold."""
+        return self.index.keys(owner.name)
+
+    def run(self, keys: Sequence[bytes]) -> int:
+        """The most that one usable owner has of the leading run of `keys`."""
+        runs = self.index.prefix_runs(keys)
+        return max((runs.get(owner.name, 0) for owner in self._usable()), default=0)
+
+    def choose(self, keys: Sequence[bytes]) -> tuple[Owner, int, int] | None:
+        """Whom to ask for `keys`, the length of the run it has, and its epoch; None: nobody."""
+        usable = {owner.name: owner for owner in self._usable()}
+        runs = self.index.prefix_runs(keys)
+        busy = {name: owner.fetching for name, owner in usable.items()}
+        chosen = owner_to_ask(runs, usable, busy, keys[0])
+        if chosen is None:
+            return None
+        epoch = self.index.resume_point(chosen)[0]
+        return None if epoch is None else (usable[chosen], runs[chosen], epoch)
+
+    def doubt(self, owner: Owner) -> None:
+        """The owner is not what its feed said: ask it nothing until the feed has begun anew."""
+        if self._owners.get(owner.name) is owner:
+            self.index.disconnected(owner.name)
+
+    def update(self, endpoints: Sequence[PoolEndpoint]) -> None:
+        """Have exactly these."""
+        wanted = {one.name: one for one in endpoints if one.name != self._own_name}
+        for name, owner in list(self._owners.items()):
+            if wanted.get(name) != owner.endpoint:
+                self._leave(name)
+        for name in wanted.keys() - self._owners.keys():
+            calls = OwnerCalls(self._http, name, wanted[name].url, self._call_key)
+            self._owners[name] = Owner(wanted[name], calls)
+            follow = self._follow(self._owners[name])
+            self._following[name] = self._group.create_task(follow, name=f"umbp-follow {name}")
+
+    async def watch(self, path: Path) -> None:
+        """Have who is in the file, until cancelled. One that can't be read changes nothing."""
+        text = b""
+        while True:
+            found = await asyncio.to_thread(self._read, path)
+            if found is not None and found != text:
+                text = found
+                self._take(path, found)
+            await asyncio.sleep(LOOK_S)
+
+    def close(self) -> None:
+        """Follow nobody any more."""
+        for name in list(self._owners):
+            self._leave(name)
+
+    def _usable(self) -> list[Owner]:
+        now_s = self._now_s()
+        return [
+            owner
+            for owner in self._owners.values()
+            if self.state(owner) is FollowState.EXACT and owner.health.usable(now_s)
+        ]
+
+    def _leave(self, name: str) -> None:
+        del self._owners[name]
+        self._following.pop(name).cancel()
+        self.index.forget(name)
+
+    async def _follow(self, owner: Owner) -> None:
+        index, name = self.index, owner.name
+        backoff_s, quiet = FIRST_BACKOFF_S, False
+        while True:
+            try:
+                async with aclosing(owner.calls.feed(*index.resume_point(name))) as lines:
+                    async for line in lines:
+                        if self._owners.get(name) is not owner:
+                            return  # taken off the list: its index is gone
+                        if not index.apply(name, line):
+                            break  # a gap: ask again, for a snapshot
+                        if index.state(name) is FollowState.EXACT:
+                            quiet, backoff_s = False, FIRST_BACKOFF_S
+                why = "it ended"
+            except KimistackError as exc:
+                why = str(exc)
+            index.disconnected(name)
+            if not quiet:
+                log.warning("umbp: the feed of %s is lost: %s", name, why)
+                quiet = True
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except OSError as exc:
+            self._complain(f"the list of peers {path} cannot be read: {exc.strerror}")
+            return None
+
+    def _take(self, path: Path, text: bytes) -> None:
+        try:
+            pools = FleetSpec.model_validate_json(text).pools
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            self._complain(f"{path} is no FleetSpec: {where}: {first['msg']}")
+            return
+        self._said = ""
+        self.update(pools)
+        log.info("umbp: %d peers are listed", len(self))
+
+    def _complain(self, why: str) -> None:
+        if why != self._said:
+            self._said = why
+            log.error("umbp: the peers are as before: %s", why)
