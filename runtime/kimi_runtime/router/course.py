@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from kimi_runtime.router.cost.learn import FirstToken, Learning
-from kimi_runtime.router.cost.planner import Decided
 from kimi_runtime.router.insight import Insight
 from kimi_runtime.router.plan import Fetch, Mode
 from kimi_runtime.router.view import WorkerView
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, KvUsage, Timing
 
 if TYPE_CHECKING:
+    from kimi_runtime.router.cost.planner import Decided
     from kimi_runtime.router.decisions import Decision
 
 MOST_OF_IT = 0.9
@@ -113,7 +113,7 @@ class Course:
         self._learn_reads(learning, chunk, now_s=now_s)
         self._learn_space(worker, now_s=now_s)
 
-    def _first_token(self, decided: Decided, worker: WorkerView) -> FirstToken:
+    def _first_token(self, decided: "Decided", worker: WorkerView) -> FirstToken:
         assert self._first_s is not None
         usage, timing, chosen = self._usage, self._timing, decided.explanation.chosen
         queued_s = prefill_s = None

@@ -8,13 +8,16 @@ what the workers say, and teaches the policy's models.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from kimi_runtime.router.cost.planner import Decided
 from kimi_runtime.router.course import Course, Outcome
 from kimi_runtime.router.insight import Front, Insight
 from kimi_runtime.router.plan import Plan
 from kimi_runtime.router.policies.base import Policy
 from kimi_runtime.router.view import RequestView, WorkerView
+
+if TYPE_CHECKING:
+    from kimi_runtime.router.cost.planner import Decided
 
 FEW_WORKERS = 8
 """Up to here pricing every plan takes less than a millisecond."""
@@ -32,7 +35,7 @@ class Decision:
     asked: RequestView
     workers: Mapping[str, WorkerView]
     plan: Plan
-    decided: Decided | None
+    decided: "Decided | None"
     """None for policies that do not explain themselves."""
     now_s: float
     fronts: Sequence[Front] = ()

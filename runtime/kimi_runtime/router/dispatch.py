@@ -20,13 +20,12 @@ from kimi_runtime.errors import (
     WorkerFailed,
 )
 from kimi_runtime.router.client import PeerAbsent
-from kimi_runtime.router.cost.planner import refusal
 from kimi_runtime.router.course import Course
 from kimi_runtime.router.decisions import Decision, Decisions
 from kimi_runtime.router.discovery import Fleet
 from kimi_runtime.router.job import Job, Look
 from kimi_runtime.router.ledger import Ledger
-from kimi_runtime.router.plan import Mode, NobodyNow, Plan
+from kimi_runtime.router.plan import Mode, NobodyNow, Plan, refusal
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.spec.request import (
     FinishReason,

@@ -6,10 +6,10 @@ Everything is bounded. For a policy that learns nothing only what costs nothing 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kimi_runtime.router.answers import Answers
 from kimi_runtime.router.cost.learn import Learning
-from kimi_runtime.router.cost.planner import Planner
 from kimi_runtime.router.estimate.heat import FADING_S, PrefixHeat
 from kimi_runtime.router.estimate.outputs import Length
 from kimi_runtime.router.ledger import Load
@@ -19,6 +19,9 @@ from kimi_runtime.router.siblings import Siblings
 from kimi_runtime.router.space import Space
 from kimi_runtime.router.view import RequestView
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
+
+if TYPE_CHECKING:
+    from kimi_runtime.router.cost.planner import Planner
 
 FRESH_INTERVALS = 2.0
 """A report that is no older than this many intervals is as new as reports get."""
@@ -47,7 +50,7 @@ class Facts:
 class Insight:
     """`planner` is what learns; None for policies that do not."""
 
-    def __init__(self, planner: Planner | None, *, load_interval_s: float) -> None:
+    def __init__(self, planner: "Planner | None", *, load_interval_s: float) -> None:
         self.planner = planner
         self.learning = None if planner is None else Learning(planner)
         self.answers, self.space = Answers(), Space()
@@ -143,7 +146,7 @@ class Insight:
         return outputs.expect(request.session, request.phase, limit=request.max_tokens)
 
     def _releases(
-        self, planner: Planner, info: WorkerInfo, load: Load, *, now_s: float
+        self, planner: "Planner", info: WorkerInfo, load: Load, *, now_s: float
     ) -> tuple[tuple[float, int], ...]:
         held = max(load.total_blocks - load.free_blocks, 0) * info.block_tokens
         speeds = planner.models.speeds(kind_of(info))

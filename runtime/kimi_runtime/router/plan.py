@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from kimi_runtime.errors import Unavailable
+from kimi_runtime.errors import Overloaded, Unavailable
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.worker import Role
 
@@ -153,6 +153,15 @@ def nobody(request: RequestView, workers: Sequence[WorkerView]) -> Unavailable:
     passing = not workers or any(_misfit(request, worker) is None for worker in workers)
     kind = NobodyNow if passing else Unavailable
     return kind(f"no worker can serve this request now: {_why(request, workers)}")
+
+
+def refusal(plan: Plan) -> Overloaded:
+    """What a DEFER means to a client, where nobody holds its request back."""
+    return Overloaded(
+        f"a new session would wait {plan.wait_s:.1f} s longer for its first token than this "
+        f"deployment promises; send the request again after {plan.wait_s:.0f} s",
+        retry_after_s=plan.wait_s,
+    )
 
 
 def pairings(able: Sequence[WorkerView]) -> Iterable[tuple[list[WorkerView], list[WorkerView]]]:

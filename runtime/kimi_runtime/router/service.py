@@ -25,8 +25,7 @@ from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.membership import Membership
 from kimi_runtime.router.observations import Observations
 from kimi_runtime.router.parking import Parking
-from kimi_runtime.router.policies import open_policy
-from kimi_runtime.router.policies.cost import CostPolicy
+from kimi_runtime.router.policies import open_policy, planner_of
 from kimi_runtime.router.readiness import Readiness
 from kimi_runtime.router.sessions import Sessions, Turn
 from kimi_runtime.router.view import RequestClass, RequestView, WorkerView
@@ -61,7 +60,7 @@ class Router:
         pools = [PeerClient(http, one.name, one.url, call_key) for one in spec.pools]
         interval_s = spec.load_interval
         policy = open_policy(spec.policy)
-        planner = policy.planner if isinstance(policy, CostPolicy) else None
+        planner = planner_of(policy)
         self.insight = Insight(planner, load_interval_s=interval_s)
         self.explain = (
             None

@@ -7,10 +7,13 @@ left None and teaches nothing.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kimi_runtime.router.cost.planner import Decided, Planner
 from kimi_runtime.router.plan import Fetch
 from kimi_runtime.spec.umbp import TierName
+
+if TYPE_CHECKING:
+    from kimi_runtime.router.cost.planner import Decided, Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,10 @@ class FirstToken:
 class Learning:
     """Teaches a planner's models."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: "Planner") -> None:
         self._planner = planner
 
-    def first_token(self, decided: Decided, real: FirstToken, *, now_s: float) -> None:
+    def first_token(self, decided: "Decided", real: FirstToken, *, now_s: float) -> None:
         """A decided request gave its first token."""
         models, chosen = self._planner.models, decided.explanation.chosen
         worker = chosen.prefill or chosen.decode
@@ -78,7 +81,7 @@ class Learning:
         speeds = self._planner.models.speeds(kind)
         speeds.stepped(worker, rows, kv_tokens, seconds, now_s=now_s)
 
-    def finished(self, decided: Decided, output_tokens: int, *, cut: bool = False) -> None:
+    def finished(self, decided: "Decided", output_tokens: int, *, cut: bool = False) -> None:
         """The answer is complete; `cut`: by a limit or its reader, so it would have gone on."""
         request = decided.explanation.request
         self._planner.models.outputs.observe(request.session, request.phase, output_tokens, cut=cut)

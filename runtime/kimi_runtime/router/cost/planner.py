@@ -8,7 +8,6 @@ tried are those that provably cannot be the best.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kimi_runtime.errors import Overloaded
 from kimi_runtime.router.cost.join import Joined, Joiner
 from kimi_runtime.router.cost.prices import Context, Prices
 from kimi_runtime.router.cost.search import Search
@@ -123,15 +122,6 @@ class Planner:
         # what is late however idle the workers are cannot be waited for
         waiting_s = chosen.terms.queue + chosen.terms.room
         return max(min(late_s, waiting_s), MIN_WAIT_S) if late_s > 0 and waiting_s > 0 else 0.0
-
-
-def refusal(plan: Plan) -> Overloaded:
-    """What a DEFER means to a client, where nobody holds its request back."""
-    return Overloaded(
-        f"a new session would wait {plan.wait_s:.1f} s longer for its first token than this "
-        f"deployment promises; send the request again after {plan.wait_s:.0f} s",
-        retry_after_s=plan.wait_s,
-    )
 
 
 def _peers(able: Sequence[WorkerView]) -> tuple[KvSource, ...]:

@@ -1,6 +1,6 @@
 """Routing policies: one file each, opened by `open_policy`."""
 
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from kimi_runtime.router.policies.base import Policy
 from kimi_runtime.spec.router import (
@@ -15,6 +15,15 @@ from kimi_runtime.spec.router import (
     PowerOfTwo,
     RoundRobin,
 )
+
+if TYPE_CHECKING:
+    from kimi_runtime.router.cost.planner import Planner
+
+
+def planner_of(policy: Policy) -> "Planner | None":
+    """The planner behind a policy that learns what came of its plans; None of the others."""
+    planner: Planner | None = getattr(policy, "planner", None)
+    return planner
 
 
 def open_policy(spec: PolicySpec) -> Policy:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from kimi_runtime.router.cost.planner import Planner, refusal
+from kimi_runtime.router.cost.planner import Planner
 from kimi_runtime.router.cost.prices import Prices
 from kimi_runtime.router.estimate.models import Models
 from kimi_runtime.router.flows import Flows
-from kimi_runtime.router.plan import Mode, Plan
+from kimi_runtime.router.plan import Mode, Plan, refusal
 from kimi_runtime.router.routes import Routes
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.hardware import NODES
