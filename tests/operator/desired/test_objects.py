@@ -420,6 +420,13 @@ def test_workers_that_come_and_go_do_not_replace_the_router():
     assert files[0] != files[1]
 
 
+def test_one_late_answer_takes_no_router_out_of_its_service():
+    """A router that ends leaves it all the same: what terminates is in no Service."""
+    router = of_kind(result_of(NANO).manifests, "Deployment")["kimi-router"]
+    (container,) = router["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["failureThreshold"] == 2
+
+
 def test_a_router_that_reads_a_nodes_folder_goes_where_engines_go():
     spec = {**BIG, "decode": {"placement": {"nodeSelector": {"pool": "b"}}}}
     assert "nodeAffinity" in pods(result_of(spec))["router"]["affinity"]
