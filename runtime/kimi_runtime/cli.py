@@ -35,7 +35,7 @@ app = typer.Typer(
 
 app.add_typer(sim_app, name="sim")
 
-ENGINE_EXTRA = ("numpy", "safetensors", "torch")
+ENGINE_EXTRA = ("safetensors", "torch")
 
 SpecFile = Annotated[
     Path, typer.Option("--spec", metavar="FILE", help="The part's spec file (JSON).")

@@ -80,11 +80,11 @@ def test_a_missing_part_ends_with_status_2_and_names_it(tmp_path, fields, says):
     assert says in fails("router", router_spec(tmp_path, **fields))
 
 
-def test_a_worker_without_numpy_names_the_extra_that_brings_it(tmp_path):
+def test_a_worker_without_torch_names_the_extra_that_brings_it(tmp_path):
     call_key_file(tmp_path)
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    (hidden / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')\n")
+    (hidden / "torch.py").write_text("raise ModuleNotFoundError(name='torch')\n")
     limits = {"kv_bytes": "1MiB", "max_running": 1, "step_tokens": 64}
     spec = {
         "name": "w",
