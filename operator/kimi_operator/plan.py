@@ -140,14 +140,27 @@ def wanted_keys(plan: Plan) -> tuple[ObjectKey, ...]:
 
 
 def _spec_changes(resource: Manifest, live: Manifest) -> tuple[FieldChange, ...]:
-    """Only what differs in meaning: a default that is written out is no change."""
-    before, after = ({"spec": _plain(stored(one))} for one in (live, resource))
-    written = {"spec": _plain(resource)}
-    gone = [change for change in value_changes(before, after) if change.after is None]
-    return (*differences(written, before), *gone)
+    """Only what differs in meaning: a default that is written out is no change, nor is an object
+    of nothing but defaults, which is what a pause that was taken back leaves.
+    """
+    before, after = ({"spec": _read(stored(one)).written()} for one in (live, resource))
+    read = _read(resource)
+    full = {"spec": read.spec.model_dump(mode="json", exclude_none=True)}
+    unlike = [change.path for change in differences(before, full)]
+    gone = [
+        change
+        for change in value_changes(before, after)
+        if change.after is None and any(_is_at(change.path, path) for path in unlike)
+    ]
+    return (*differences({"spec": read.written()}, before), *gone)
 
 
-def _plain(resource: Mapping[str, Any]) -> dict[str, Any]:
+def _is_at(path: str, other: str) -> bool:
+    """Whether `other` is the field or lies below it."""
+    return other == path or other.startswith((f"{path}.", f"{path}["))
+
+
+def _read(resource: Mapping[str, Any]) -> KimiDeployment:
     document = {
         "apiVersion": API_VERSION,
         "kind": "KimiDeployment",
@@ -155,7 +168,7 @@ def _plain(resource: Mapping[str, Any]) -> dict[str, Any]:
         "spec": resource["spec"],
     }
     with as_not_decided():
-        return validated(document, resource["metadata"]["name"]).written()
+        return validated(document, resource["metadata"]["name"])
 
 
 def _check_update(resource: Manifest, live: Manifest) -> None:

@@ -71,6 +71,28 @@ async def test_an_unchanged_spec_changes_nothing():
     assert as_data(plan)["empty"] is True
 
 
+async def test_a_pause_that_was_taken_back_leaves_nothing_to_plan():
+    """The server keeps the object of defaults that the two commands made."""
+    world = await running()
+    world.edit(rollout={"paused": False})
+    await world.settle()
+    assert (await planned(world)).empty
+    world.edit(rollout={"paused": False, "maxSurge": 1})
+    (change,) = (await planned(world)).spec
+    assert (change.path, change.after) == ("spec.rollout", None)
+
+
+async def test_a_role_without_any_field_is_missed_where_it_is_gone():
+    world = World()
+    both = {"limits": {"kvMemory": "256MiB"}}
+    world.create(nano(prefill={}, decode=both))
+    await world.settle()
+    resource = nano(decode=both)
+    del resource["spec"]["prefill"]
+    plan = await plan_for(world.kube, validated(resource, "file"), NAMESPACE, world.now_s)
+    assert "spec.prefill" in {change.path for change in plan.spec}
+
+
 @pytest.mark.parametrize(
     "spec",
     [
