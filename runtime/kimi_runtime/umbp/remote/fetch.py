@@ -7,40 +7,31 @@ a reason, counted by owner. Lending never fetches, so daemons can't send each ot
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from kimi_connect.arena import Arena
-from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag
+from kimi_connect.wire import Gap, Grant
 from kimi_runtime import clock
 from kimi_runtime.errors import (
     KimistackError,
-    PeerGone,
     ProtocolError,
     RegionGone,
     TransferCancelled,
+    TransferError,
     TransferLate,
 )
-from kimi_runtime.spec.peers import (
-    MAX_LEND_KEYS,
-    GiveBackRequest,
-    LendAnswer,
-    LendRequest,
-    LentBlock,
-)
-from kimi_runtime.transfer.background import Stop, in_thread
-from kimi_runtime.transfer.base import Span
+from kimi_runtime.spec.peers import MAX_LEND_KEYS, GiveBackRequest, LendRequest
 from kimi_runtime.transfer.sessions import SessionCache
 from kimi_runtime.umbp.flights import Flight, kept
 from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
 from kimi_runtime.umbp.remote.calls import OwnerBusy
+from kimi_runtime.umbp.remote.landing import Landing, Loan, sound_blocks
 from kimi_runtime.umbp.remote.owners import Owner, Owners
-from kimi_runtime.umbp.remote.places import spans_between
-from kimi_runtime.umbp.tags import matches
 from kimi_runtime.umbp.tiers.dram import OWN_WRITER
 
 MAX_FETCH_S = 3.0
@@ -52,6 +43,8 @@ PIECE_BYTES = 32 << 20
 UNDER_WAY_BYTES = 256 << 20
 ARENA_SHARE = 4
 """What is under way takes at most this part of the arena."""
+
+log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 """Runs a task whose end somebody else sees to, under a name."""
@@ -80,17 +73,6 @@ _BLAMED = (Fate.CORRUPT, Fate.LATE, Fate.UNREACHABLE)
 _UNDECIDED = (Fate.BUSY, Fate.NO_ROOM)
 
 
-@dataclass(slots=True)
-class _Loan:
-    """What an owner lent, and what became of it."""
-
-    pin: int = 0
-    cut: bool = False
-    landed: list[bytes] = field(default_factory=list)
-    landed_bytes: int = 0
-    corrupt: list[int] = field(default_factory=list)
-
-
 class Fetcher:
     """Brings blocks of `owners` into the pages of `pool`, by `sessions` of a transport."""
 
@@ -107,8 +89,8 @@ class Fetcher:
         """`here` says whether memory or SSD of this node has a block."""
         self.crowded = 0
         """Blocks not fetched because enough others were under way all the time."""
-        self._pool, self._arena, self._owners = pool, arena, owners
-        self._sessions, self._spawn, self._here = sessions, spawn, here
+        self._pool, self._owners, self._spawn, self._here = pool, owners, spawn, here
+        self._landing = Landing(pool, arena, sessions)
         self._flights: dict[bytes, Flight[Fate]] = {}
         most = min(UNDER_WAY_BYTES, pool.total_pages * pool.page_bytes // ARENA_SHARE)
         self._piece_bytes = max(pool.page_bytes, min(PIECE_BYTES, most // 2))
@@ -172,7 +154,7 @@ class Fetcher:
         return flight
 
     async def _fly(self, flight: Flight[Fate], tenant: str) -> None:
-        ends_s, loan = clock.now_s() + MAX_FETCH_S, _Loan()
+        ends_s, loan = clock.now_s() + MAX_FETCH_S, Loan()
         held = False
         try:
             with suppress(TimeoutError):
@@ -199,7 +181,7 @@ class Fetcher:
         owner: Owner,
         epoch: int,
         keys: Sequence[bytes],
-        loan: _Loan,
+        loan: Loan,
         ends_s: float,
         tenant: str,
     ) -> Fate:
@@ -207,32 +189,25 @@ class Fetcher:
 
         A piece that its owner cut short for its size is whole.
         """
-        start_s, fate = clock.now_s(), Fate.BUSY
+        start_s, fate, why = clock.now_s(), Fate.BUSY, ""
         owner.fetching += 1
         owner.health.began(start_s)
         try:
             async with asyncio.timeout(ends_s - start_s):
                 fate = await self._fetch(owner, epoch, keys, loan, ends_s, tenant)
-        except (TransferLate, TimeoutError):
-            fate = Fate.LATE
-        except RegionGone:
-            fate = Fate.MOVED
-        except (OwnerBusy, TransferCancelled):
-            fate = Fate.BUSY
-        except PeerGone:
-            fate = Fate.UNREACHABLE
-        except (ProtocolError, ValueError):
-            fate = Fate.CORRUPT
+        except (TransferError, ProtocolError, ValueError, TimeoutError) as exc:
+            fate, why = _fate_of(exc), str(exc)
         finally:
             owner.fetching -= 1
             self._account(owner, keys, loan, fate, clock.now_s() - start_s)
+            self._judge(owner, loan, fate, why)
             if loan.pin:
                 back = GiveBackRequest(epoch=epoch, pin=loan.pin, corrupt=tuple(loan.corrupt))
                 self._spawn(_give_back(owner, back), "umbp-give-back")
         return fate
 
     def _account(
-        self, owner: Owner, keys: Sequence[bytes], loan: _Loan, fate: Fate, seconds: float
+        self, owner: Owner, keys: Sequence[bytes], loan: Loan, fate: Fate, seconds: float
     ) -> None:
         landed, corrupt = len(loan.landed), len(loan.corrupt)
         owner.blocks[Fate.FETCHED] += landed
@@ -241,21 +216,24 @@ class Fetcher:
             owner.blocks[fate] += len(keys) - landed - corrupt
         owner.bytes += loan.landed_bytes
         owner.seconds += seconds if landed else 0.0
+
+    def _judge(self, owner: Owner, loan: Loan, fate: Fate, why: str) -> None:
+        """What a fetch says about its owner."""
         if fate is Fate.MOVED:
             self._owners.doubt(owner)
-        if corrupt or fate in _BLAMED:
-            owner.health.failed(clock.now_s())
-        elif fate in _UNDECIDED:
+        if not loan.corrupt and fate in _UNDECIDED:
             owner.health.undecided()
-        else:
+        elif not loan.corrupt and fate not in _BLAMED:
             owner.health.answered()
+        elif owner.health.failed(clock.now_s()):
+            log.warning("umbp: %s is not asked for a while: %s, %s", owner.name, fate.value, why)
 
     async def _fetch(
         self,
         owner: Owner,
         epoch: int,
         keys: Sequence[bytes],
-        loan: _Loan,
+        loan: Loan,
         ends_s: float,
         tenant: str,
     ) -> Fate:
@@ -271,14 +249,14 @@ class Fetcher:
         if answer.epoch != epoch:
             return Fate.MOVED
         loan.pin, loan.cut = answer.pin, answer.cut
-        blocks = _sound(answer, len(keys), self._piece_bytes)
+        blocks = sound_blocks(answer, len(keys), self._piece_bytes)
         if not blocks:
             return Fate.ABSENT
         items = [(key, block.size) for key, block in zip(keys, blocks, strict=False)]
         # without an end: the pages come free when the copy has ended, never before
         grants = self._pool.reserve(items, writer=OWN_WRITER, now_s=math.inf, tenant=tenant)
         try:
-            await self._land(answer, blocks, keys, grants, loan, ends_s)
+            await self._landing.land(answer, blocks, keys, grants, loan, ends_s)
         finally:
             mine = [grant.generation for grant in grants if grant.grant is Grant.RESERVED]
             self._pool.abort(mine, writer=OWN_WRITER)
@@ -288,71 +266,19 @@ class Fetcher:
             return Fate.NO_ROOM
         return Fate.FETCHED if answer.cut or len(blocks) == len(keys) else Fate.ABSENT
 
-    async def _land(
-        self,
-        answer: LendAnswer,
-        blocks: Sequence[LentBlock],
-        keys: Sequence[bytes],
-        grants: Sequence[Granted],
-        loan: _Loan,
-        ends_s: float,
-    ) -> None:
-        """Copy, check and commit the blocks that have pages."""
-        mine = [n for n, grant in enumerate(grants) if grant.grant is Grant.RESERVED]
-        if not mine:
-            return
-        spans: list[Span] = []
-        for n in mine:
-            theirs = [Extent(e.first, e.pages) for e in blocks[n].extents]
-            place = (theirs, answer.page_bytes, grants[n].extents, self._pool.page_bytes)
-            spans += spans_between(*place, blocks[n].size)
-        left_s = ends_s - clock.now_s()
-        async with self._sessions.session(answer.region, deadline_s=left_s) as session:
-            left_s = ends_s - clock.now_s()
-            await session.read(spans, self._arena.data, deadline_s=left_s)
-        landed = [(keys[n], blocks[n], grants[n]) for n in mine]
-        verdicts, _ = await in_thread(lambda stop: self._verdicts(landed, stop), ends_s=ends_s)
-        checked = list(zip(mine, verdicts, strict=False))
-        loan.corrupt = [n for n, intact in checked if not intact]
-        good = [n for n, intact in checked if intact]
-        done = [(grants[n].generation, _tags(blocks[n])) for n in good]
-        states = self._pool.commit(done, writer=OWN_WRITER, now_s=clock.now_s())
-        came = [n for n, s in zip(good, states, strict=True) if s is not Commitment.EXPIRED]
-        new = [n for n, s in zip(good, states, strict=True) if s is Commitment.COMMITTED]
-        loan.landed = [keys[n] for n in came]
-        loan.landed_bytes = sum(blocks[n].size for n in came)
-        self._pool.arrived(keys[n] for n in new)
-        if len(checked) < len(mine):
-            raise TransferLate(f"{len(mine) - len(checked)} blocks came too late to be checked")
 
-    def _verdicts(
-        self, landed: Sequence[tuple[bytes, LentBlock, Granted]], stop: Stop
-    ) -> list[bool]:
-        """Whether the bytes of each, where they landed, match their tags; as far as it came."""
-        verdicts: list[bool] = []
-        for key, block, grant in landed:
-            if stop():
-                break
-            parts = list(self._arena.parts(grant.extents, block.size))
-            whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-            tags = _tags(block)
-            verdicts.append(matches(key, [t.size for t in tags], whole, [t.tag for t in tags]))
-        return verdicts
-
-
-def _sound(answer: LendAnswer, asked: int, max_bytes: int) -> list[LentBlock]:
-    """The blocks of an answer; ProtocolError if they are not what can have been asked for."""
-    blocks = list(answer.blocks)
-    if len(blocks) > asked or sum(block.size for block in blocks) > max_bytes:
-        raise ProtocolError(f"{answer.region.peer} lends more than it was asked for")
-    for block in blocks:
-        if sum(tag.size for tag in block.tags) != block.size:
-            raise ProtocolError(f"{answer.region.peer} lends a block that its tags do not cover")
-    return blocks
-
-
-def _tags(block: LentBlock) -> tuple[GroupTag, ...]:
-    return tuple(GroupTag(tag.size, bytes.fromhex(tag.tag)) for tag in block.tags)
+def _fate_of(exc: Exception) -> Fate:
+    match exc:
+        case TransferLate() | TimeoutError():
+            return Fate.LATE
+        case RegionGone():
+            return Fate.MOVED
+        case OwnerBusy() | TransferCancelled():
+            return Fate.BUSY
+        case TransferError():
+            return Fate.UNREACHABLE
+        case _:
+            return Fate.CORRUPT  # an answer without meaning
 
 
 async def _give_back(owner: Owner, back: GiveBackRequest) -> None:

@@ -57,17 +57,21 @@ class OwnerHealth:
         self._failures, self._pause_s = 0, 0.0
         self._until_s, self._probing = None, False
 
-    def failed(self, now_s: float) -> None:
-        """It did not answer, answered too late, or what came was damaged."""
+    def failed(self, now_s: float) -> bool:
+        """It did not answer, answered too late, or what came was damaged. True: it is left alone.
+
+        Said once for each time it is.
+        """
         self._failures += 1
         away = self._until_s is not None
         if away and not self._probing:
-            return  # a fetch that began before the quarantine
+            return False  # a fetch that began before the quarantine
         if not away and self._failures < FAILURES:
-            return
+            return False
         self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), MAX_PAUSE_S)
         self._until_s, self._probing = now_s + self._pause_s, False
         self.quarantines += 1
+        return True
 
     def undecided(self) -> None:
         """A fetch ended for a reason of our own: it says nothing, and a probe is still due."""
