@@ -116,6 +116,8 @@ async def measure(folder: Path, rounds: int) -> None:
     finally:
         for process in (second, first):
             process.communicate()
+        for lock in Path("/dev/shm").glob(f"{folder.name}-*.lock"):
+            lock.unlink()
 
 
 def main() -> None:
