@@ -116,8 +116,6 @@ async def measure(folder: Path, rounds: int) -> None:
     finally:
         for process in (second, first):
             process.communicate()
-        for lock in Path("/dev/shm").glob(f"{folder.name}-*.lock"):
-            lock.unlink()
 
 
 def main() -> None:
@@ -127,6 +125,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(Path(folder), rounds))
+        for lock in Path("/dev/shm").glob(f"{Path(folder).name}-*.lock"):
+            lock.unlink()
 
 
 if __name__ == "__main__":
