@@ -75,9 +75,11 @@ async def check_unused(kube: Kube, install: Install) -> None:
         left += [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in found]
     if left:
         some = ", ".join(sorted(left)[:10])
+        namespaces = sorted({one.partition("/")[0] for one in left})
+        where_to = f"-n {namespaces[0]}" if len(namespaces) == 1 else "-n NAMESPACE"
         raise ConfigError(
             f"{len(left)} KimiDeployments are still there ({some}) and end only with the operator "
-            "running; delete them first: kubectl delete kimideployments --all"
+            f"running; delete them first: kubectl {where_to} delete kimideployments --all"
         )
 
 

@@ -18,7 +18,7 @@ def lacks_extra(exc: ModuleNotFoundError) -> str | None:
         return None
     return (
         f"there is no {package} here, which speaks to clusters; install it with: pip install "
-        "'kimistack[operator]'"
+        "'kimistack[operator]' (in a clone: pip install -e '.[operator]')"
     )
 
 

@@ -121,11 +121,10 @@ def plan_of(
     """
     metadata = resource["metadata"]
     plan = Plan(metadata["namespace"], metadata["name"], live is not None)
-    if live is not None:
-        plan = replace(plan, spec=_spec_changes(resource, live))
     try:
         with as_not_decided():
             if live is not None:
+                plan = replace(plan, spec=_spec_changes(resource, live))
                 _check_update(resource, live)
             effective = effective_of(stored(resource), get_preset)
             prospect = prospect_of(effective, observed, History(), now_s)
@@ -143,7 +142,8 @@ def _spec_changes(resource: Manifest, live: Manifest) -> tuple[FieldChange, ...]
     """Only what differs in meaning: a default that is written out is no change, nor is an object
     of nothing but defaults, which is what a pause that was taken back leaves.
     """
-    before, after = ({"spec": _read(stored(one)).written()} for one in (live, resource))
+    after = {"spec": _read(stored(resource)).written()}
+    before = {"spec": _there(live)}
     read = _read(resource)
     full = {"spec": read.spec.model_dump(mode="json", exclude_none=True)}
     unlike = [change.path for change in differences(before, full)]
@@ -158,6 +158,14 @@ def _spec_changes(resource: Manifest, live: Manifest) -> tuple[FieldChange, ...]
 def _is_at(path: str, other: str) -> bool:
     """Whether `other` is the field or lies below it."""
     return other == path or other.startswith((f"{path}.", f"{path}["))
+
+
+def _there(live: Manifest) -> Mapping[str, Any]:
+    """The live spec; as it is where it breaks a rule, which a server without CEL lets in."""
+    try:
+        return _read(stored(live)).written()
+    except NotDecided:
+        return live["spec"]  # type: ignore[no-any-return]
 
 
 def _read(resource: Mapping[str, Any]) -> KimiDeployment:
@@ -176,11 +184,11 @@ def _check_update(resource: Manifest, live: Manifest) -> None:
     name = resource["metadata"]["name"]
     if "deletionTimestamp" in live["metadata"]:
         raise NotDecided("Deleting", f"{name} is being deleted; apply it once it is gone")
-    documents = ({**one, "metadata": {"name": name}} for one in (live, resource))
-    old, new = (
-        validated({k: v for k, v in document.items() if k != "status"}, name).spec
-        for document in documents
-    )
+    new = _read(resource).spec
+    try:
+        old = _read(live).spec
+    except NotDecided:
+        return  # what is there cannot be read: this change may be its repair
     for rule in DeploymentSpec.update_rules:
         if not rule.holds(old, new):
             raise NotDecided("InvalidSpec", f"{name}: spec: {rule.message}")

@@ -105,8 +105,8 @@ def _records(file: Path | None) -> list["Record"]:
         known = explain_logs()
         if not known:
             raise NotFound(
-                "no router of `kimistack up` has written an explain log; set `explain` in the "
-                "router's file, or name a log by --file"
+                "no router of `kimistack up` has written an explain log; one with "
+                "`router: {policy: cost}` in the deployment's file does; or name a log by --file"
             )
         file = known[0]
     parts = [part for part in (older(file), file) if part.exists()] or [file]

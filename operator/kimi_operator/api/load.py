@@ -18,13 +18,17 @@ MAX_FILE_BYTES = 2**20
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as everywhere, but a key written twice is an error: the first would be lost."""
+    """YAML as everywhere, but a key written twice is an error: the first would be lost.
+
+    `<<: *anchor` merges, as it does for kubectl.
+    """
 
 
 def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
     seen = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        merges = key_node.tag == "tag:yaml.org,2002:merge"
+        key = "<<" if merges else loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
                 None, None, f"a key is a text, not {key!r}", key_node.start_mark

@@ -77,6 +77,15 @@ def test_a_document_that_is_none_says_which_it_should_be(text: str, says: str):
     assert refusal(text).startswith(says)
 
 
+def test_a_merge_key_is_read_as_kubectl_reads_it():
+    text = (
+        f"{HEAD}spec:\n  preset: p\n  prefill: &role {{replicas: 1, limits: {{maxRunning: 4}}}}\n"
+    )
+    spec = parse_deployment(f"{text}  decode: {{<<: *role, replicas: 2}}\n", "a.yaml").spec
+    assert (spec.decode.replicas, spec.decode.limits.max_running) == (2, 4)
+    assert "'<<' is written twice" in refusal(f"{text}  decode: {{<<: *role, <<: *role}}\n")
+
+
 def test_a_name_that_is_too_long_is_refused():
     assert refusal(yaml.safe_dump(document({"preset": "p"}, "a" * 31))).startswith("metadata.name:")
 

@@ -90,7 +90,7 @@ async def test_a_deployment_elsewhere_does_not_count():
     kube = FakeKube(SERVED)
     await kube.create({**DEPLOYMENT, "metadata": {"name": "a", "namespace": "other"}})
     await check_unused(kube, PLAIN)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="kubectl -n other delete kimideployments --all"):
         await check_unused(kube, Install(image="", scope="Cluster"))
 
 

@@ -153,6 +153,16 @@ async def test_a_spec_that_is_refused_says_why_and_plans_nothing():
         assert "refused: InvalidSpec" in shown(plan)
 
 
+async def test_a_repair_of_a_spec_that_a_server_without_rules_let_in_is_planned():
+    world = await running()
+    world.edit(decode={"replicas": 1, "scaling": {"mode": "External"}})
+    await world.settle()
+    plan = await planned(world, decode={"replicas": 1})
+    assert plan.refusal is None
+    assert plan.changes == ()
+    assert ("spec.decode.scaling", None) in {(c.path, c.after) for c in plan.spec}
+
+
 async def test_an_outage_that_cannot_be_avoided_is_named_and_waited_for():
     world = World()
     whole = {"prefill": None, "rollout": {"strategy": "Paired"}}
