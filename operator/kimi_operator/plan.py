@@ -140,11 +140,15 @@ def wanted_keys(plan: Plan) -> tuple[ObjectKey, ...]:
 
 def _spec_changes(resource: Manifest, live: Manifest) -> tuple[FieldChange, ...]:
     """Only what differs in meaning: a default that is written out is no change, nor is an object
-    of nothing but defaults, which is what a pause that was taken back leaves.
+    of nothing but defaults, which is what a pause that was taken back leaves. Where the live spec
+    breaks a rule, which a server without CEL lets in, all that differs may be its repair.
     """
-    after = {"spec": _read(stored(resource)).written()}
-    before = {"spec": _there(live)}
     read = _read(resource)
+    after = {"spec": _read(stored(resource)).written()}
+    try:
+        before = {"spec": _read(stored(live)).written()}
+    except NotDecided:
+        return value_changes({"spec": live["spec"]}, after)
     full = {"spec": read.spec.model_dump(mode="json", exclude_none=True)}
     unlike = [change.path for change in differences(before, full)]
     gone = [
@@ -158,14 +162,6 @@ def _spec_changes(resource: Manifest, live: Manifest) -> tuple[FieldChange, ...]
 def _is_at(path: str, other: str) -> bool:
     """Whether `other` is the field or lies below it."""
     return other == path or other.startswith((f"{path}.", f"{path}["))
-
-
-def _there(live: Manifest) -> Mapping[str, Any]:
-    """The live spec; as it is where it breaks a rule, which a server without CEL lets in."""
-    try:
-        return _read(stored(live)).written()
-    except NotDecided:
-        return live["spec"]  # type: ignore[no-any-return]
 
 
 def _read(resource: Mapping[str, Any]) -> KimiDeployment:

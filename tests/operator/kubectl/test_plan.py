@@ -157,10 +157,15 @@ async def test_a_repair_of_a_spec_that_a_server_without_rules_let_in_is_planned(
     world = await running()
     world.edit(decode={"replicas": 1, "scaling": {"mode": "External"}})
     await world.settle()
-    plan = await planned(world, decode={"replicas": 1})
-    assert plan.refusal is None
-    assert plan.changes == ()
-    assert ("spec.decode.scaling", None) in {(c.path, c.after) for c in plan.spec}
+    for repair, gone in (
+        ({"replicas": 1}, "spec.decode.scaling"),
+        ({"scaling": {"mode": "External"}}, "spec.decode.replicas"),
+    ):
+        resource = nano()
+        resource["spec"]["decode"] = repair
+        plan = await plan_for(world.kube, validated(resource, "file"), NAMESPACE, world.now_s)
+        assert plan.refusal is None
+        assert (gone, None) in {(c.path, c.after) for c in plan.spec}
 
 
 async def test_an_outage_that_cannot_be_avoided_is_named_and_waited_for():
