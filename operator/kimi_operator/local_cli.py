@@ -204,7 +204,7 @@ def logs(
 ) -> None:
     """Print what processes wrote."""
     home, shm = state_home(), shared_memory()
-    folders = Folders(home, shm, the_one(home, shm, name))
+    folders = Folders(home, shm, the_one(home, shm, name, "--name"))
     files = log_files(folders, process)
     for log in files:
         for line in tail(log, lines, within_bytes=2**22):

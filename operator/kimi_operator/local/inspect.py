@@ -51,8 +51,11 @@ def live(home: Path, shm: Path) -> tuple[str, ...]:
     return tuple(each.state.name for each in found if each.is_running() or each.read_state())
 
 
-def the_one(home: Path, shm: Path, name: str | None) -> str:
-    """The name given, or that of the only deployment there is. Raises ConfigError."""
+def the_one(home: Path, shm: Path, name: str | None, flag: str = "") -> str:
+    """The name given, or that of the only deployment there is. Raises ConfigError.
+
+    `flag` is what a command takes the name by, where it is no argument.
+    """
     known = deployments(home)
     if name is not None:
         if name not in known:
@@ -61,7 +64,10 @@ def the_one(home: Path, shm: Path, name: str | None) -> str:
         return name
     choice = live(home, shm) or known
     if len(choice) != 1:
-        which = f"name one of {', '.join(choice)}" if choice else "start one with: kimistack up"
+        by = f" by {flag}" if flag else ""
+        which = (
+            f"name one of {', '.join(choice)}{by}" if choice else "start one with: kimistack up"
+        )
         raise ConfigError(f"{len(choice)} deployments are here; {which}")
     return choice[0]
 

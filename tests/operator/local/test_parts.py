@@ -144,6 +144,8 @@ def test_the_only_deployment_needs_no_name(folders: Folders):
     os.close(lock)
     with pytest.raises(ConfigError, match="2 deployments are here; name one of nano, second"):
         the_one(home, shm, None)
+    with pytest.raises(ConfigError, match="name one of nano, second by --name"):
+        the_one(home, shm, None, "--name")
 
 
 def test_logs_are_followed_from_their_end_in_whole_lines(folders: Folders):
