@@ -65,9 +65,7 @@ def the_one(home: Path, shm: Path, name: str | None, flag: str = "") -> str:
     choice = live(home, shm) or known
     if len(choice) != 1:
         by = f" by {flag}" if flag else ""
-        which = (
-            f"name one of {', '.join(choice)}{by}" if choice else "start one with: kimistack up"
-        )
+        which = f"name one of {', '.join(choice)}{by}" if choice else "start one with: kimistack up"
         raise ConfigError(f"{len(choice)} deployments are here; {which}")
     return choice[0]
 
