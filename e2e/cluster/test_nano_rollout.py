@@ -106,8 +106,8 @@ def test_a_rollout_pauses_and_is_undone_without_a_failed_request(nodes: Nodes, n
             ROLLED_OUT_S,
             "undone",
         )
-    nodes.measured("rollout paused half-way and undone: requests served", load.served, "")
-    nodes.measured("the same: requests failed", len(load.failures), "")
+    nodes.measured("requests served while it paused half-way and was undone", load.served, "")
+    nodes.measured("requests that failed then", len(load.failures), "")
     assert load.failures == []
     assert len(engines(nodes).keys() & pods.keys()) == 2, "the pair that was old was left alone"
 
