@@ -12,6 +12,6 @@ def nano_folder() -> Path:
     if not (folder / "model.safetensors").is_file():
         raise ConfigError(
             f"the trained kimi-nano is not in {folder}; train one with scripts/train_nano.py and "
-            "name its folder, or use weights of kind 'random'"
+            "name its folder (kimistack quality --model FOLDER), or use weights of kind 'random'"
         )
     return folder
