@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
 from kimi_operator.api.base import API_VERSION
+from kimi_operator.nodes import claim_of
 from kimi_operator.observed import DEPLOYMENT_LABEL, Manifest, ObjectKey
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
@@ -49,13 +50,14 @@ class Key(NamedTuple):
 
 
 class _Packed:
-    """A child as text, and what every event is compared with."""
+    """A child as text, what every event is compared with, and what a pod takes of its node."""
 
-    __slots__ = ("metadata", "text")
+    __slots__ = ("claim", "metadata", "text")
 
     def __init__(self, manifest: Manifest) -> None:
         named = manifest["metadata"]
         self.metadata = {name: named.get(name, "") for name in ("uid", "resourceVersion")}
+        self.claim = claim_of(manifest) if manifest["kind"] == "Pod" else None
         self.text = zlib.compress(json.dumps(manifest, separators=(",", ":")).encode(), 1)
 
     def unpacked(self) -> Manifest:
@@ -91,6 +93,18 @@ class Cache:
         while len(self._unpacked) > UNPACKED:
             del self._unpacked[next(iter(self._unpacked))]
         return dict(unpacked)
+
+    def taken(self, but: Key) -> dict[str, dict[str, dict[str, float]]]:
+        """What pods of all deployments but one request: amounts by resource, deployment, node."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for owner, children in self._children.items():
+            claims = () if owner == but else (child.claim for child in children.values())
+            for claim in claims:
+                if claim is not None:
+                    amounts = found.setdefault(claim.node, {}).setdefault(str(owner), {})
+                    for resource, amount in claim.amounts.items():
+                        amounts[resource] = amounts.get(resource, 0.0) + amount
+        return found
 
     def saw(self, change: Change, manifest: Manifest) -> Key | None:
         """Take in one event, or the answer to a write. The deployment it concerns, if any.

@@ -8,6 +8,8 @@ from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.pods import NEVER_TOLERATED
 from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.conditions import Condition
+from kimi_operator.desired.umbp import pool_resources
+from kimi_operator.nodes import quantity
 from kimi_operator.observed import NodeView
 
 VALIDATION_LABELS = (
@@ -32,6 +34,8 @@ class Demand:
     resource: str
     gpus: int
     memory_bytes: float
+    pool: Mapping[str, float]
+    """What the pool's daemon takes of the node beside pods: bytes of memory and huge pages."""
     selector: Mapping[str, str]
     passed: tuple[str, ...]
     """Validation labels whose value must be `passed`."""
@@ -45,8 +49,10 @@ def memory_bytes(quantity: str | None) -> float:
     return float(quantity.removesuffix(unit)) * _UNITS[unit] if unit in _UNITS else float(quantity)
 
 
-def demand(name: RoleName, role: Role, replicas: int) -> Demand:
+def demand(spec: DeploymentSpec, name: RoleName, role: Role, replicas: int) -> Demand:
     """What `replicas` instances of a role ask for."""
+    pooled = spec.kv_pool.enabled and name in spec.kv_pool.roles
+    pool = pool_resources(spec)["limits"] if pooled else {}
     return Demand(
         role=name,
         replicas=replicas,
@@ -54,13 +60,14 @@ def demand(name: RoleName, role: Role, replicas: int) -> Demand:
         resource=role.gpu.resource or "amd.com/gpu",
         gpus=0 if role.gpu.dra is not None else role.gpus_per_pod,
         memory_bytes=memory_bytes(role.resources.memory),
+        pool={resource: quantity(amount) for resource, amount in pool.items()},
         selector=role.placement.node_selector or {},
         passed=role.placement.require_labels,
     )
 
 
 def problem(node: NodeView, wanted: Demand) -> str | None:
-    """Why the node cannot take a pod of the role even when it is empty; None if it can."""
+    """Why the node cannot take a pod of the role beside other deployments'; None if it can."""
     if not node.ready:
         return "it is not Ready"
     if node.unschedulable:
@@ -74,16 +81,34 @@ def problem(node: NodeView, wanted: Demand) -> str | None:
     for label, value in [*wanted.selector.items(), *((name, "passed") for name in wanted.passed)]:
         if node.labels.get(label) != value:
             return f"its label {label} is {node.labels.get(label, 'missing')}, not {value}"
-    have = node.allocatable.get(wanted.resource, 0)
-    if have < wanted.gpus:
-        return f"it has {have:g} {wanted.resource}, a {wanted.role} pod takes {wanted.gpus}"
-    memory = node.allocatable.get("memory", 0.0)
-    if wanted.memory_bytes > memory:
+    if wanted.gpus > _free(node, wanted.resource):
+        have = f"{node.allocatable.get(wanted.resource, 0):g} {wanted.resource}"
         return (
-            f"it has {memory / 2**30:.1f} GiB of memory, a {wanted.role} pod takes "
-            f"{wanted.memory_bytes / 2**30:.1f} GiB"
+            f"it has {have}{_others(node, wanted.resource, 1)}, a {wanted.role} pod takes "
+            f"{wanted.gpus}"
         )
+    for resource, pool in {"memory": 0.0, **wanted.pool}.items():
+        pod = wanted.memory_bytes if resource == "memory" else 0.0
+        if pod + pool > _free(node, resource):
+            return (
+                f"it has {node.allocatable.get(resource, 0.0) / 2**30:.1f} GiB of {resource}"
+                f"{_others(node, resource, 2**30)}, a {wanted.role} pod takes {pod / 2**30:.1f} GiB"
+                f"{f' and the pool {pool / 2**30:.1f} GiB' if pool else ''}"
+            )
     return None
+
+
+def _free(node: NodeView, resource: str) -> float:
+    taken = sum(amounts.get(resource, 0.0) for amounts in node.taken.values())
+    return node.allocatable.get(resource, 0.0) - taken
+
+
+def _others(node: NodeView, resource: str, unit: float) -> str:
+    """What each other deployment holds of it: ` (llm/a takes 512, …)`."""
+    held = {name: amounts.get(resource, 0.0) / unit for name, amounts in node.taken.items()}
+    shown = [f"{name} takes {amount:.4g}" for name, amount in sorted(held.items()) if amount]
+    more = [f"{len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
+    return f" ({', '.join([*shown[:_SHOWN], *more])})" if shown else ""
 
 
 def nodes_eligible(
@@ -91,8 +116,8 @@ def nodes_eligible(
 ) -> Condition:
     """The condition NodesEligible, with the numbers in it. `counts` are wanted instances.
 
-    It counts nodes as if they were empty: what else runs there is the scheduler's business, and
-    its verdict shows in the instance's `blocked`.
+    Nodes are counted as if only what other deployments request were on them. What else runs there
+    is the scheduler's business, and its verdict shows in the instance's `blocked`.
     """
     kind = "NodesEligible"
     if nodes is None:
@@ -104,7 +129,7 @@ def nodes_eligible(
         )
     short: list[str] = []
     for name, role in spec.roles():
-        wanted = demand(name, role, counts.get(name, 0))
+        wanted = demand(spec, name, role, counts.get(name, 0))
         problems = {node.name: problem(node, wanted) for node in nodes}
         fit = [node for node in nodes if problems[node.name] is None]
         places = sum(_places(node, wanted) for node in fit)
@@ -122,9 +147,10 @@ def nodes_eligible(
 def _places(node: NodeView, wanted: Demand) -> int:
     rooms = [int(node.allocatable.get("pods", 110))]
     if wanted.gpus:
-        rooms.append(int(node.allocatable.get(wanted.resource, 0) // wanted.gpus))
+        rooms.append(int(_free(node, wanted.resource) // wanted.gpus))
     if wanted.memory_bytes:
-        rooms.append(int(node.allocatable.get("memory", 0.0) // wanted.memory_bytes))
+        memory = _free(node, "memory") - wanted.pool.get("memory", 0.0)
+        rooms.append(int(memory // wanted.memory_bytes))
     return min(rooms)
 
 

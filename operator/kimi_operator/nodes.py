@@ -1,4 +1,7 @@
-"""Nodes as the API has them, in whole units."""
+"""Nodes as the API has them, in whole units, and what pods request of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kimi_operator.observed import Manifest, NodeView
 from kimi_operator.stamps import seconds
@@ -24,6 +27,38 @@ def quantity(text: str) -> float:
         if unit in _FACTORS:
             return float(text.removesuffix(unit)) * _FACTORS[unit]
     return float(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one pod requests of its node: amounts by resource, in whole units."""
+
+    node: str
+    amounts: Mapping[str, float]
+
+
+def claim_of(pod: Manifest) -> Claim | None:
+    """The claim of a pod; None before it is scheduled and after it ended."""
+    spec, phase = pod.get("spec") or {}, (pod.get("status") or {}).get("phase")
+    if not spec.get("nodeName") or phase in ("Succeeded", "Failed"):
+        return None
+    amounts: dict[str, float] = {}
+    for container in spec.get("containers") or ():
+        resources = container.get("resources") or {}
+        # a limit without a request is the request
+        asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        for name, amount in asked.items():
+            amounts[name] = amounts.get(name, 0.0) + quantity(str(amount))
+    return Claim(spec["nodeName"], amounts)
+
+
+def with_taken(
+    nodes: tuple[NodeView, ...] | None, taken: Mapping[str, Mapping[str, Mapping[str, float]]]
+) -> tuple[NodeView, ...] | None:
+    """The nodes, with what others request there: amounts by resource, deployment and node."""
+    if nodes is None:
+        return None
+    return tuple(replace(node, taken=taken.get(node.name, {})) for node in nodes)
 
 
 def node_view(node: Manifest) -> NodeView:

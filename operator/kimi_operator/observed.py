@@ -5,7 +5,7 @@ two passes: a field that a pass cannot see again has no place in `Observed`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from kimi_operator.api.roles import RoleName
@@ -237,6 +237,8 @@ class NodeView:
     unschedulable: bool = False
     unready_since_s: float | None = None
     """Since when its kubelet has not said that it is ready, in seconds since the epoch."""
+    taken: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What pods of other deployments request there: amounts by resource, by `namespace/name`."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kimi_operator.instances import broken_pods, doubtful_pods, drain_patches, i
 from kimi_operator.kube import Kube
 from kimi_operator.lost import lost_pods
 from kimi_operator.metrics import Metrics
-from kimi_operator.nodes import node_view
+from kimi_operator.nodes import node_view, with_taken
 from kimi_operator.observed import (
     Capabilities,
     Manifest,
@@ -203,7 +203,7 @@ class Reconciler:
             revisions=tuple(
                 sorted(revisions, key=lambda r: (r["revision"], r["metadata"]["name"]))
             ),
-            nodes=nodes,
+            nodes=with_taken(nodes, self.cache.taken(key)),
             signals=heard.signals(now_s),
             workers_replicas=workers_replicas(children, uid),
             capabilities=self.capabilities,

@@ -110,3 +110,34 @@ def test_a_condemned_child_is_being_deleted_until_the_watch_says_more():
     cache.condemn(KEY, AT, "u2", "2030-01-01T00:00:00Z")
     cache.saw("MODIFIED", child(2))
     assert "deletionTimestamp" not in cache.children(KEY)[AT]["metadata"]
+
+
+def pod(version: int, owner: str, name: str, node: str | None, phase: str = "Running") -> Manifest:
+    made = child(version, uid=f"uid-{name}", name=name, nodeName=node)
+    made["kind"] = "Pod"
+    made["metadata"]["labels"] = {"kimistack.dev/deployment": owner}
+    half = {"resources": {"limits": {"amd.com/gpu": "4"}, "requests": {"memory": "1Gi"}}}
+    made["spec"]["containers"] = [half, half]
+    made["status"] = {"phase": phase}
+    return made
+
+
+def test_what_pods_of_other_deployments_request_is_known_by_node():
+    cache = Cache()
+    for made in (
+        pod(1, "nano", "mine", "a"),
+        pod(2, "other", "one", "a"),
+        pod(3, "other", "two", "a"),
+        pod(4, "other", "waiting", None),
+        pod(5, "other", "ended", "a", "Failed"),
+        pod(6, "third", "far", "b"),
+    ):
+        cache.saw("ADDED", made)
+    two = {"amd.com/gpu": 8.0, "memory": 2 * 2.0**30}
+    assert cache.taken(KEY) == {
+        "a": {"llm/other": {name: 2 * amount for name, amount in two.items()}},
+        "b": {"llm/third": two},
+    }
+    cache.saw("MODIFIED", pod(7, "other", "one", "a", "Succeeded"))
+    cache.saw("DELETED", pod(8, "other", "two", "a"))
+    assert cache.taken(KEY) == {"b": {"llm/third": two}}

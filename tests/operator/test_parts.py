@@ -1,6 +1,7 @@
 """The small parts a pass is made of: nodes, instances, conditions, discovery, settings, waiting."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,44 @@ def test_a_node_that_does_not_fit_is_named_with_the_numbers(bad: NodeView, why: 
     assert (found.status, found.reason) == ("False", "TooFewNodes")
     assert why in found.message
     assert "b: " in found.message
+
+
+def pooled(**pool: Any) -> Any:
+    """A deployment of one decode pod of 8 GPUs and 256 GiB, beside a pool."""
+    spec = {
+        "model": {"source": "hostPath", "path": "/models/k"},
+        "decode": {"replicas": 1, "parallelism": {"tp": 8}, "resources": {"memory": "256Gi"}},
+        "kvPool": {"enabled": True, "roles": ["decode"], "dram": "512GiB", **pool},
+    }
+    return validated({**nano(engine="kimistack"), "spec": spec}, "test").spec
+
+
+def test_the_memory_of_several_deployments_on_a_node_is_added_up():
+    free = node("a", gpus=16)
+    assert nodes_eligible(pooled(), {"decode": 1}, (free,)).status == "True"
+    others = {"llm/one": {"memory": 200 * 2.0**30}, "llm/two": {"memory": 100 * 2.0**30}}
+    found = nodes_eligible(pooled(), {"decode": 1}, (replace(free, taken=others),))
+    assert (found.status, found.reason) == ("False", "TooFewNodes")
+    assert (
+        "a: it has 1024.0 GiB of memory (llm/one takes 200, llm/two takes 100), a decode pod takes "
+        "256.0 GiB and the pool 513.0 GiB"
+    ) in found.message
+
+
+def test_gpus_that_another_deployment_has_are_not_free():
+    taken = {"llm/one": {"amd.com/gpu": 4.0}}
+    found = nodes_eligible(pooled(), {"decode": 1}, (node("a", taken=taken),))
+    assert "a: it has 8 amd.com/gpu (llm/one takes 4), a decode pod takes 8" in found.message
+
+
+def test_missing_huge_pages_are_named_with_the_numbers():
+    spec, bare = pooled(hugepages="1Gi"), node("a")
+    found = nodes_eligible(spec, {"decode": 1}, (bare,))
+    assert (
+        "a: it has 0.0 GiB of hugepages-1Gi, a decode pod takes 0.0 GiB and the pool 512.0 GiB"
+    ) in found.message
+    room = {**bare.allocatable, "hugepages-1Gi": 512 * 2.0**30}
+    assert nodes_eligible(spec, {"decode": 1}, (replace(bare, allocatable=room),)).status == "True"
 
 
 def test_nodes_nobody_may_list_are_unknown():

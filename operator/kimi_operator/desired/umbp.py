@@ -155,7 +155,7 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
         "command": ["kimistack", "umbp", "--spec", f"{pods.CONFIG_DIR}/{POOL_FILE}"],
         "env": pods.variables(pods.identity(), generated, (), "spec.kvPool"),
         "ports": pods.container_ports({"http": POOL_PORT}),
-        "resources": _memory(spec),
+        "resources": pool_resources(spec),
         "securityContext": security.container_security(spec, own_image=True, devices=shares_gpu),
         "startupProbe": pods.http_probe("/readyz", failures=round(START_S / period_s), **ready),
         "readinessProbe": pods.http_probe("/readyz", failures=3, **ready),
@@ -163,8 +163,11 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
     }
 
 
-def _memory(spec: DeploymentSpec) -> Manifest:
-    """The arena is charged to the pod whose process first touches it: the daemon's."""
+def pool_resources(spec: DeploymentSpec) -> Manifest:
+    """Requests and limits of one node's daemon.
+
+    The arena is charged to the pod whose process first touches it: the daemon's.
+    """
     dram = spec.kv_pool.dram or 0
     own = OVERHEAD_BYTES
     if spec.kv_pool.ssd is not None:

@@ -55,10 +55,10 @@ def _usable_first(nodes: Iterable[NodeView]) -> list[NodeView]:
 
 
 def _roles(spec: DeploymentSpec, node: NodeView) -> tuple[RoleName, ...]:
-    at_rest = replace(node, ready=True, unschedulable=False)
-    return tuple(
-        name for name, role in spec.roles() if problem(at_rest, demand(name, role, 1)) is None
-    )
+    # what the pool takes is looked at by the Job, which says more of what is missing
+    at_rest = replace(node, ready=True, unschedulable=False, taken={})
+    alone = {name: replace(demand(spec, name, role, 1), pool={}) for name, role in spec.roles()}
+    return tuple(name for name, wanted in alone.items() if problem(at_rest, wanted) is None)
 
 
 def _labels_used(spec: DeploymentSpec) -> tuple[str, ...]:
