@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
 from kimi_operator.api.base import API_VERSION
-from kimi_operator.nodes import claim_of
+from kimi_operator.nodes import Claim, claim_of
 from kimi_operator.observed import DEPLOYMENT_LABEL, Manifest, ObjectKey
 
 Change = Literal["ADDED", "MODIFIED", "DELETED"]
@@ -50,14 +50,13 @@ class Key(NamedTuple):
 
 
 class _Packed:
-    """A child as text, what every event is compared with, and what a pod takes of its node."""
+    """A child as text, and what every event is compared with."""
 
-    __slots__ = ("claim", "metadata", "text")
+    __slots__ = ("metadata", "text")
 
     def __init__(self, manifest: Manifest) -> None:
         named = manifest["metadata"]
         self.metadata = {name: named.get(name, "") for name in ("uid", "resourceVersion")}
-        self.claim = claim_of(manifest) if manifest["kind"] == "Pod" else None
         self.text = zlib.compress(json.dumps(manifest, separators=(",", ":")).encode(), 1)
 
     def unpacked(self) -> Manifest:
@@ -73,6 +72,7 @@ class Cache:
         self._deployments: dict[ObjectKey, Manifest] = {}
         self._children: dict[Key, dict[ObjectKey, _Packed]] = {}
         self._unpacked: dict[Key, dict[ObjectKey, Manifest]] = {}
+        self._claims: dict[Key, dict[ObjectKey, Claim]] = {}
         self._gone: dict[str, None] = {}
 
     def deployment(self, key: Key) -> Manifest | None:
@@ -97,13 +97,11 @@ class Cache:
     def taken(self, but: Key) -> dict[str, dict[str, dict[str, float]]]:
         """What pods of all deployments but one request: amounts by resource, deployment, node."""
         found: dict[str, dict[str, dict[str, float]]] = {}
-        for owner, children in self._children.items():
-            claims = () if owner == but else (child.claim for child in children.values())
-            for claim in claims:
-                if claim is not None:
-                    amounts = found.setdefault(claim.node, {}).setdefault(str(owner), {})
-                    for resource, amount in claim.amounts.items():
-                        amounts[resource] = amounts.get(resource, 0.0) + amount
+        for owner, claims in self._claims.items():
+            for claim in () if owner == but else claims.values():
+                amounts = found.setdefault(claim.node, {}).setdefault(str(owner), {})
+                for resource, amount in claim.amounts.items():
+                    amounts[resource] = amounts.get(resource, 0.0) + amount
         return found
 
     def saw(self, change: Change, manifest: Manifest) -> Key | None:
@@ -149,16 +147,27 @@ class Cache:
         self._children.setdefault(owner, {})[at] = _Packed(manifest)
         if owner in self._unpacked:
             self._unpacked[owner][at] = manifest
+        claim = claim_of(manifest) if at.kind == "Pod" else None
+        if claim is not None:
+            self._claims.setdefault(owner, {})[at] = claim
+        else:
+            self._unclaim(owner, at)
 
     def _drop(self, owner: Key, at: ObjectKey, *, ours: bool) -> None:
         if ours:
             del self._deployments[at]
             return
         self._unpacked.get(owner, {}).pop(at, None)
+        self._unclaim(owner, at)
         children = self._children[owner]
         del children[at]
         if not children:
             del self._children[owner]
+
+    def _unclaim(self, owner: Key, at: ObjectKey) -> None:
+        claims = self._claims.get(owner)
+        if claims is not None and claims.pop(at, None) is not None and not claims:
+            del self._claims[owner]
 
     def known(self, kind: str, namespace: str | None) -> dict[ObjectKey, str]:
         """Uids of the objects of a kind there are now, in one namespace or (None) in all."""

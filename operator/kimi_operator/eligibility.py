@@ -20,7 +20,6 @@ VALIDATION_LABELS = (
     "amd.com/rail-bandwidth",
 )
 """Written by AMD's cluster validation; a node that failed one takes no instance."""
-_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SHOWN = 5
 
 
@@ -41,14 +40,6 @@ class Demand:
     """Validation labels whose value must be `passed`."""
 
 
-def memory_bytes(quantity: str | None) -> float:
-    """Bytes of a memory quantity as roles have it (`256Gi`); 0 for none."""
-    if not quantity:
-        return 0.0
-    unit = quantity[-2:]
-    return float(quantity.removesuffix(unit)) * _UNITS[unit] if unit in _UNITS else float(quantity)
-
-
 def demand(spec: DeploymentSpec, name: RoleName, role: Role, replicas: int) -> Demand:
     """What `replicas` instances of a role ask for."""
     pooled = spec.kv_pool.enabled and name in spec.kv_pool.roles
@@ -59,7 +50,7 @@ def demand(spec: DeploymentSpec, name: RoleName, role: Role, replicas: int) -> D
         pods=role.parallelism.nodes,
         resource=role.gpu.resource or "amd.com/gpu",
         gpus=0 if role.gpu.dra is not None else role.gpus_per_pod,
-        memory_bytes=memory_bytes(role.resources.memory),
+        memory_bytes=quantity(role.resources.memory or "0"),
         pool={resource: quantity(amount) for resource, amount in pool.items()},
         selector=role.placement.node_selector or {},
         passed=role.placement.require_labels,

@@ -9,7 +9,7 @@ from kimi_operator.desired.engine_pod import uses_pool
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner
 from kimi_operator.desired.pods import host_folder
-from kimi_operator.desired.umbp import HUGE_BYTES, OVERHEAD_BYTES, SSD_BYTES_PER_INDEX_BYTE
+from kimi_operator.desired.umbp import HUGE_BYTES, pool_resources
 from kimi_operator.nodes import quantity
 from kimi_operator.preflight.checks import DiskWanted, RdmaWanted, Wanted
 from kimi_runtime.spec.sizes import weight_bytes
@@ -25,7 +25,7 @@ def wanted_of(effective: Effective, roles: Collection[RoleName] | None = None) -
     page = HUGE_BYTES.get(spec.kv_pool.hugepages, 0) if pool else 0
     memory = max((_memory(role) for role in chosen.values()), default=0)
     if pool:
-        memory += OVERHEAD_BYTES + (0 if page else dram) + _index_bytes(spec)
+        memory += int(pool_resources(spec)["limits"]["memory"])
     return Wanted(
         deployment=f"{owner.namespace}/{owner.name}",
         gpus=max((role.gpus_per_pod for role in chosen.values()), default=0),
@@ -46,11 +46,6 @@ def _memory(role: Role) -> int:
 
 def _is_amd(role: Role) -> bool:
     return role.gpu.dra is not None or (role.gpu.resource or "amd.com/gpu").startswith("amd.com/")
-
-
-def _index_bytes(spec: DeploymentSpec) -> int:
-    ssd = spec.kv_pool.ssd
-    return ssd.capacity // SSD_BYTES_PER_INDEX_BYTE if ssd is not None else 0
 
 
 def _rdma(spec: DeploymentSpec, roles: Collection[Role]) -> RdmaWanted | None:
