@@ -83,6 +83,15 @@ def _seen(access: Access, name: str | None, then: Callable[[Kube, Sight], Awaita
     return access.run(run)
 
 
+def _heard(access: Access, name: str | None) -> tuple[Sight, load.Heard]:
+    """The deployment meant, and what its routers say."""
+
+    async def run(kube: Kube, sight: Sight) -> tuple[Sight, load.Heard]:
+        return sight, await load.heard(kube, sight)
+
+    return _seen(access, name, run)
+
+
 def _printed(told: Told) -> None:
     typer.echo(json.dumps(told.model_dump(mode="json", by_alias=True), indent=1))
 
@@ -97,11 +106,7 @@ def status(
     namespace: Namespace = None,
 ) -> None:
     """Show conditions, instances, revisions and what to do. Exit code 1 while it is not Ready."""
-
-    async def run(kube: Kube, sight: Sight) -> tuple[Sight, load.Heard]:
-        return sight, await load.heard(kube, sight)
-
-    sight, known = _seen(_access(ctx, kubeconfig, context, namespace), name, run)
+    sight, known = _heard(_access(ctx, kubeconfig, context, namespace), name)
     report = report_of(load.with_loads(sight, known), known)
     if output is Output.JSON:
         _printed(report)
@@ -121,11 +126,7 @@ def top(
     namespace: Namespace = None,
 ) -> None:
     """Show what every worker has to do now, and how the deployment does."""
-
-    async def run(kube: Kube, sight: Sight) -> tuple[Sight, load.Heard]:
-        return sight, await load.heard(kube, sight)
-
-    report = top_of(*_seen(_access(ctx, kubeconfig, context, namespace), name, run))
+    report = top_of(*_heard(_access(ctx, kubeconfig, context, namespace), name))
     if output is Output.JSON:
         _printed(report)
     else:

@@ -11,13 +11,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from kimi_runtime import clock
 from kimi_runtime.router.client import PeerClient
 from kimi_runtime.router.discovery import Fleet, Member
 from kimi_runtime.router.follow import Feeds
 from kimi_runtime.router.ledger import Ledger
+from kimi_runtime.spec.fleet_file import FleetFile
 from kimi_runtime.spec.router import FleetSpec, PoolEndpoint, WorkerEndpoint
 
 LOOK_S = 0.5
@@ -49,17 +48,15 @@ class Membership:
         self._workers: dict[str, WorkerEndpoint] = {}
         self._pools: dict[str, PoolEndpoint] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
-        self._said = ""
 
     async def watch(self, path: Path) -> None:
         """Follow the file until cancelled; then all it started ends too."""
-        text = b""
+        file = FleetFile(path, "the fleet's file", _complain)
         try:
             while True:
-                found = self._read(path)
-                if found is not None and found != text:
-                    text = found
-                    self._take(path, found)
+                found = file.changed()
+                if found is not None:
+                    self._take(found)
                 self._settle(now_s=clock.now_s())
                 await asyncio.sleep(LOOK_S)
         finally:
@@ -84,31 +81,11 @@ class Membership:
             self._feeds.add(self._client(name, pools[name].url), pool=True)
             self._start(name, [self._feeds.follow(name)])
 
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            return path.read_bytes()
-        except OSError as exc:
-            self._complain(f"the fleet's file {path} cannot be read: {exc.strerror}")
-            return None
-
-    def _take(self, path: Path, text: bytes) -> None:
-        try:
-            spec = FleetSpec.model_validate_json(text)
-        except ValidationError as exc:
-            first = exc.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            self._complain(f"{path} is no FleetSpec: {where}: {first['msg']}")
-            return
-        self._said = ""
+    def _take(self, spec: FleetSpec) -> None:
         self.update(spec, now_s=clock.now_s())
         self._told(spec)
         counts = {"workers": len(spec.workers), "pools": len(spec.pools)}
         _log.info("fleet changed", extra={"fields": counts})
-
-    def _complain(self, why: str) -> None:
-        if why != self._said:
-            self._said = why
-            _log.error("fleet unchanged", extra={"fields": {"why": why}})
 
     def _have_worker(self, name: str, worker: WorkerEndpoint) -> None:
         if self._workers.get(name) == worker:
@@ -143,3 +120,7 @@ class Membership:
     def _end(self, name: str) -> None:
         for task in self._tasks.pop(name, []):
             task.cancel()
+
+
+def _complain(why: str) -> None:
+    _log.error("fleet unchanged", extra={"fields": {"why": why}})

@@ -3,18 +3,16 @@
 The simulator's router tells every policy the same; those that learn nothing are told for nothing.
 """
 
-from typing import Protocol
-
 from kimi_runtime.router.cost.planner import Planner
 from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.plan import Plan
+from kimi_runtime.router.policies import planner_of
 from kimi_runtime.router.policies.base import Policy
-from kimi_runtime.router.policies.cost import CostPolicy
 from kimi_runtime.router.view import RequestView
 
 
-class Feedback(Protocol):
-    """Told in the order in which it happens; times are seconds."""
+class Feedback:
+    """Told in the order in which it happens; times are seconds. Here nothing is learned."""
 
     def planned(self, name: str, plan: Plan, *, now_s: float) -> None:
         """The plan is carried out from now on."""
@@ -43,52 +41,17 @@ class Feedback(Protocol):
 
     def first_token(self, plan: Plan, seconds: float) -> float | None:
         """The first token came after so long; what was expected, None if nothing was."""
+        del plan, seconds
+        return None
 
     def gone(self, worker: str) -> None:
         """A worker restarted or is gone."""
 
 
-class NoFeedback:
-    """For policies that learn nothing."""
-
-    def planned(self, name: str, plan: Plan, *, now_s: float) -> None:
-        """See `Feedback`."""
-
-    def read(self, name: str, seconds: float | None, *, now_s: float) -> None:
-        """See `Feedback`."""
-
-    def handed_over(self, name: str, seconds: float | None, *, now_s: float) -> None:
-        """See `Feedback`."""
-
-    def prefilled(
-        self, worker: str, new_tokens: int, cached_tokens: int, seconds: float, *, now_s: float
-    ) -> None:
-        """See `Feedback`."""
-
-    def found(self, worker: str, *, predicted: int, found: int) -> None:
-        """See `Feedback`."""
-
-    def stepped(
-        self, worker: str, rows: int, kv_tokens: int, seconds: float, *, now_s: float
-    ) -> None:
-        """See `Feedback`."""
-
-    def answered(self, request: RequestView, tokens: int, *, cut: bool) -> None:
-        """See `Feedback`."""
-
-    def first_token(self, plan: Plan, seconds: float) -> float | None:
-        """See `Feedback`."""
-        del plan, seconds
-        return None
-
-    def gone(self, worker: str) -> None:
-        """See `Feedback`."""
-
-
 FIRST_TOKEN_TERMS = ("queue", "fetch", "prefill", "room", "hand_off", "first_step")
 
 
-class PlannerFeedback:
+class PlannerFeedback(Feedback):
     """Teaches the planner's models, and ends its picture of transfers when they end."""
 
     def __init__(self, planner: Planner) -> None:
@@ -153,4 +116,5 @@ class PlannerFeedback:
 
 def feedback_of(policy: Policy) -> Feedback:
     """Who learns for this policy."""
-    return PlannerFeedback(policy.planner) if isinstance(policy, CostPolicy) else NoFeedback()
+    planner = planner_of(policy)
+    return Feedback() if planner is None else PlannerFeedback(planner)

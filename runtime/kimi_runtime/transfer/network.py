@@ -4,8 +4,10 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from kimi_runtime.errors import ConfigError, PeerGone
+from kimi_runtime.spec.transfer import TransferNetwork
 
 _BACKLOG = 256
 
@@ -52,6 +54,18 @@ class NetworkSettings:
             raise ConfigError("a transport between hosts needs the deployment's call key")
         if self.streams < 1:
             raise ConfigError(f"{self.streams} streams move nothing; use 1 or more")
+
+    @classmethod
+    def of(cls, wanted: TransferNetwork, call_keys: Sequence[bytes], *, host: str) -> Self:
+        """What a process's file says; it listens on `host` unless the file names another."""
+        return cls(
+            call_keys,
+            host=wanted.host or host,
+            port=wanted.port,
+            advertised=wanted.advertised,
+            streams=wanted.streams,
+            rdma=RdmaSettings(**wanted.rdma.model_dump()),
+        )
 
 
 def listen(settings: NetworkSettings) -> socket.socket:

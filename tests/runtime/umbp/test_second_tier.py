@@ -16,7 +16,7 @@ from kimi_connect.wire import Outcome
 from kimi_runtime import clock
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp import daemon as daemons
-from kimi_runtime.umbp import second_tier
+from kimi_runtime.umbp import helper
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.promotion import Landing
@@ -254,7 +254,7 @@ async def test_a_disk_that_does_not_answer_costs_a_late_miss_and_what_is_in_memo
     tmp_path, monkeypatch
 ):
     disk = HeldDisk(tmp_path / "ssd")
-    monkeypatch.setattr(second_tier, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(helper, "MAX_WAIT_S", 0.05)
     async with serving(tmp_path, disk, monkeypatch) as (daemon, client):
         keys = keys_of(3)
         await on_ssd_alone(daemon, client, keys)
@@ -408,7 +408,7 @@ async def test_requests_beyond_what_may_wait_are_answered_from_memory_at_once(
     tmp_path, monkeypatch
 ):
     disk = HeldDisk(tmp_path / "ssd")
-    monkeypatch.setattr(second_tier, "MAX_WAITING", 1)
+    monkeypatch.setattr(helper, "MAX_WAITING", 1)
     async with serving(tmp_path, disk, monkeypatch) as (daemon, client):
         keys = keys_of(2)
         await on_ssd_alone(daemon, client, keys)

@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.metadata
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlunsplit
 
@@ -20,7 +20,7 @@ from kimi_runtime.spec.model import ModelSpec
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo, WorkerSpec
 from kimi_runtime.transfer import open_transport
 from kimi_runtime.transfer.memory import Memory, private_memory, shared_memory
-from kimi_runtime.transfer.network import NetworkSettings, RdmaSettings
+from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.keys import pool_key_of
 from kimi_runtime.units import format_bytes
@@ -50,7 +50,7 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
         runner = await asyncio.to_thread(_runner, spec, model, weights, vocabulary, memory, blocks)
         transports = []
         for name in spec.transports:
-            network = _network(spec, call_keys)
+            network = NetworkSettings.of(spec.network, call_keys, host=spec.host)
             transport = await open_transport(name, peer=spec.name, network=network)
             owned.push_async_callback(transport.aclose)
             transports.append(transport)
@@ -97,18 +97,6 @@ def _memory(spec: WorkerSpec, size_bytes: int) -> Memory:
     if "shm" in spec.transports:
         return shared_memory(spec.run_dir / f"{spec.name}.kv", size_bytes)
     return private_memory(size_bytes)
-
-
-def _network(spec: WorkerSpec, call_keys: Sequence[bytes]) -> NetworkSettings:
-    wanted = spec.network
-    return NetworkSettings(
-        call_keys,
-        host=wanted.host or spec.host,
-        port=wanted.port,
-        advertised=wanted.advertised,
-        streams=wanted.streams,
-        rdma=RdmaSettings(**wanted.rdma.model_dump()),
-    )
 
 
 def _runner(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-from pydantic import ValidationError
 
 from kimi_runtime import clock
 from kimi_runtime.errors import KimistackError
-from kimi_runtime.spec.router import FleetSpec, PoolEndpoint
+from kimi_runtime.spec.fleet_file import FleetFile
+from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.umbp.feed import FollowState
 from kimi_runtime.umbp.index import Index
 from kimi_runtime.umbp.remote.calls import OwnerCalls
@@ -69,7 +69,6 @@ class Owners:
         self._group, self._now_s = tasks, now_s
         self._owners: dict[str, Owner] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._said = ""
 
     def __iter__(self) -> Iterator[Owner]:
         """All of them."""
@@ -122,12 +121,12 @@ class Owners:
 
     async def watch(self, path: Path) -> None:
         """Have who is in the file, until cancelled. One that can't be read changes nothing."""
-        text = b""
+        file = FleetFile(path, "the list of peers", _complain)
         while True:
-            found = await asyncio.to_thread(self._read, path)
-            if found is not None and found != text:
-                text = found
-                self._take(path, found)
+            found = await asyncio.to_thread(file.changed)
+            if found is not None:
+                self.update(found.pools)
+                log.info("umbp: %d peers are listed", len(self))
             await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
@@ -171,26 +170,6 @@ class Owners:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            return path.read_bytes()
-        except OSError as exc:
-            self._complain(f"the list of peers {path} cannot be read: {exc.strerror}")
-            return None
 
-    def _take(self, path: Path, text: bytes) -> None:
-        try:
-            pools = FleetSpec.model_validate_json(text).pools
-        except ValidationError as exc:
-            first = exc.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            self._complain(f"{path} is no FleetSpec: {where}: {first['msg']}")
-            return
-        self._said = ""
-        self.update(pools)
-        log.info("umbp: %d peers are listed", len(self))
-
-    def _complain(self, why: str) -> None:
-        if why != self._said:
-            self._said = why
-            log.error("umbp: the peers are as before: %s", why)
+def _complain(why: str) -> None:
+    log.error("umbp: the peers are as before: %s", why)

@@ -1,52 +1,28 @@
 """A daemon among others: what it lacks is fetched from them, what it has is lent to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kimi_connect.arena import Arena
-from kimi_connect.wire import Gap
-from kimi_runtime import clock
 from kimi_runtime.spec.request import RegionRef
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.transfer import open_transport
 from kimi_runtime.transfer.base import Transport
 from kimi_runtime.transfer.memory import Memory
-from kimi_runtime.transfer.network import NetworkSettings, RdmaSettings
+from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.transfer.sessions import SessionCache
-from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
+from kimi_runtime.umbp.helper import Errands, Helper
+from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.remote.calls import open_http
 from kimi_runtime.umbp.remote.fetch import Fetcher
 from kimi_runtime.umbp.remote.lender import Lender
 from kimi_runtime.umbp.remote.owners import Owners
-from kimi_runtime.umbp.second_tier import MAX_WAIT_S, MAX_WAITING, WAIT_SHARE, SecondTier
+from kimi_runtime.umbp.second_tier import SecondTier
 
 
-class Errands:
-    """Tasks of a group that end, at the latest, with what they are for."""
-
-    def __init__(self, group: asyncio.TaskGroup) -> None:
-        self._group, self._over = group, False
-        self._running: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run this; nothing happens once all is over."""
-        if self._over:
-            work.close()
-            return
-        task = self._group.create_task(work, name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    def end(self) -> None:
-        """Cancel what runs, begin nothing more."""
-        self._over = True
-        for task in list(self._running):
-            task.cancel()
-
-
-class Remote:
+class Remote(Helper):
     """Fetching and lending of one daemon. Use `open_remote`."""
 
     def __init__(
@@ -58,42 +34,7 @@ class Remote:
         changed: Callable[[], None],
     ) -> None:
         self.owners, self.fetcher, self.lender = owners, fetcher, lender
-        self.busy = 0
-        """Requests not helped because `MAX_WAITING` others waited."""
-        self._errands, self._changed, self._waiting = errands, changed, 0
-
-    def help(
-        self,
-        keys: Sequence[bytes],
-        answer: Callable[[Gap], None],
-        *,
-        within_s: float,
-        tenant: str = DEFAULT_TENANT,
-    ) -> bool:
-        """Fetch some of the run of `keys`, then call `answer` with why no more came.
-
-        See `Fetcher.bring`. False, and nothing happens, if nobody can be asked for the block that
-        ends the run in memory, or if enough others wait.
-        """
-        if not self.fetcher.lacks(keys):
-            return False
-        if self._waiting >= MAX_WAITING:
-            self.busy += 1
-            return False
-        self._waiting += 1
-        self._errands.spawn(self._help(keys, answer, within_s, tenant), "umbp-pin")
-        return True
-
-    async def _help(
-        self, keys: Sequence[bytes], answer: Callable[[Gap], None], within_s: float, tenant: str
-    ) -> None:
-        try:
-            ends_s = clock.now_s() + min(WAIT_SHARE * within_s, MAX_WAIT_S)
-            gap = await self.fetcher.bring(keys, ends_s=ends_s, tenant=tenant)
-        finally:
-            self._waiting -= 1
-        answer(gap)
-        self._changed()
+        super().__init__(fetcher, errands.spawn, changed)
 
 
 class Shared(NamedTuple):
@@ -108,9 +49,8 @@ async def share_arena(
     spec: UmbpSpec, arena: Arena, call_keys: Sequence[bytes]
 ) -> AsyncIterator[Shared]:
     """Let peers read the pages of `arena`. ConfigError where the transport is not to be had."""
-    transport = await open_transport(
-        spec.transfer, peer=spec.name, network=_network(spec, call_keys)
-    )
+    network = NetworkSettings.of(spec.network, call_keys, host=spec.host)
+    transport = await open_transport(spec.transfer, peer=spec.name, network=network)
     async with aclosing(transport):
         yield Shared(transport, transport.register(Memory(arena.data)))
 
@@ -146,15 +86,3 @@ async def open_remote(
             await sessions.aclose()
             shared.transport.release(shared.region)  # from now on nobody reads the arena
             lender.close()
-
-
-def _network(spec: UmbpSpec, call_keys: Sequence[bytes]) -> NetworkSettings:
-    wanted = spec.network
-    return NetworkSettings(
-        call_keys,
-        host=wanted.host or spec.host,
-        port=wanted.port,
-        advertised=wanted.advertised,
-        streams=wanted.streams,
-        rdma=RdmaSettings(**wanted.rdma.model_dump()),
-    )
