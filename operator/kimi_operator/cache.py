@@ -73,6 +73,8 @@ class Cache:
         self._children: dict[Key, dict[ObjectKey, _Packed]] = {}
         self._unpacked: dict[Key, dict[ObjectKey, Manifest]] = {}
         self._claims: dict[Key, dict[ObjectKey, Claim]] = {}
+        self._changes: dict[Key, int] = {}
+        self._count = 0
         self._gone: dict[str, None] = {}
 
     def deployment(self, key: Key) -> Manifest | None:
@@ -93,6 +95,10 @@ class Cache:
         while len(self._unpacked) > UNPACKED:
             del self._unpacked[next(iter(self._unpacked))]
         return dict(unpacked)
+
+    def changes(self, key: Key) -> int:
+        """A number that is another one after every change of a deployment's children."""
+        return self._changes.get(key, 0)
 
     def taken(self, but: Key) -> dict[str, dict[str, dict[str, float]]]:
         """What pods of all deployments but one request: amounts by resource, deployment, node."""
@@ -145,6 +151,7 @@ class Cache:
             self._deployments[at] = manifest
             return
         self._children.setdefault(owner, {})[at] = _Packed(manifest)
+        self._count_change(owner)
         if owner in self._unpacked:
             self._unpacked[owner][at] = manifest
         claim = claim_of(manifest) if at.kind == "Pod" else None
@@ -161,8 +168,13 @@ class Cache:
         self._unclaim(owner, at)
         children = self._children[owner]
         del children[at]
+        self._count_change(owner)
         if not children:
-            del self._children[owner]
+            del self._children[owner], self._changes[owner]
+
+    def _count_change(self, owner: Key) -> None:
+        self._count += 1
+        self._changes[owner] = self._count
 
     def _unclaim(self, owner: Key, at: ObjectKey) -> None:
         claims = self._claims.get(owner)

@@ -130,6 +130,27 @@ def news_of(heard: Heard, children: Mapping[ObjectKey, Manifest]) -> News:
     )
 
 
+def outline(children: Mapping[ObjectKey, Manifest]) -> dict[ObjectKey, Manifest]:
+    """Of the children, the small part that the functions of this module read."""
+    return {
+        key: {
+            "metadata": {name: child["metadata"].get(name) for name in ("name", "uid", "labels")},
+            **(_pod_outline(child) if key.kind == "Pod" else {}),
+        }
+        for key, child in children.items()
+        if key.kind in ("Pod", "StatefulSet", "KimiWorkers")
+    }
+
+
+def _pod_outline(pod: Manifest) -> Manifest:
+    spec, status = pod["spec"], pod.get("status") or {}
+    ports = [{"ports": container.get("ports")} for container in spec.get("containers") or ()]
+    return {
+        "spec": {"nodeName": spec.get("nodeName"), "containers": ports},
+        "status": {"podIP": status.get("podIP"), "phase": status.get("phase")},
+    }
+
+
 def router_pods(children: Mapping[ObjectKey, Manifest]) -> tuple[RouterPod, ...]:
     """The router's pods that have an address."""
     found = []

@@ -25,6 +25,7 @@ from kimi_operator.heard import (
     has_instances,
     is_scaled,
     news_of,
+    outline,
     router_pods,
 )
 from kimi_operator.observed import Manifest, ObjectKey
@@ -58,6 +59,9 @@ class _Deployment:
     due_s: float = 0.0
     asking: bool = False
     news: News = field(default_factory=News)
+    children: Mapping[ObjectKey, Manifest] = field(default_factory=dict)
+    """Their outline, as it was at the cache's change `looked_at`."""
+    looked_at: int = -1
 
 
 class Routers:
@@ -107,10 +111,17 @@ class Routers:
             state = self._deployments[key] = _Deployment(since_s=now_s)
         return state
 
+    def _children(self, key: Key, state: _Deployment) -> Mapping[ObjectKey, Manifest]:
+        """The outline of the children. Those of a quiet deployment are not unpacked for a poll."""
+        changes = self._cache.changes(key)
+        if changes != state.looked_at:
+            state.children, state.looked_at = outline(self._cache.children(key)), changes
+        return state.children
+
     async def _ask(self, key: Key, state: _Deployment) -> None:
         """One round: every router at once, each with its own deadline."""
         try:
-            pods = router_pods(self._cache.children(key))
+            pods = router_pods(self._children(key, state))
             self._note(state, pods, self._now_s())
             async with asyncio.TaskGroup() as tasks:
                 for pod in pods:
@@ -172,7 +183,7 @@ class Routers:
     def _tell(self, key: Key, state: _Deployment) -> None:
         """Wake the deployment if a pass would now decide otherwise."""
         now_s = self._now_s()
-        children = self._cache.children(key)
+        children = self._children(key, state)
         self._note(state, router_pods(children), now_s)
         heard = self._heard(state, now_s)
         news = news_of(heard, children)

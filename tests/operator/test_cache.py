@@ -141,3 +141,22 @@ def test_what_pods_of_other_deployments_request_is_known_by_node():
     cache.saw("MODIFIED", pod(7, "other", "one", "a", "Succeeded"))
     cache.saw("DELETED", pod(8, "other", "two", "a"))
     assert cache.taken(KEY) == {"b": {"llm/third": two}}
+
+
+def test_every_change_of_children_and_no_repeated_word_changes_the_number():
+    cache, numbers = Cache(), []
+    for change, made in (
+        ("ADDED", child(1)),
+        ("MODIFIED", child(2, port=1)),
+        ("ADDED", child(3, uid="u2", name="back")),
+        ("DELETED", child(4)),
+        ("DELETED", child(5, uid="u2", name="back")),
+        ("ADDED", child(6, uid="u3")),
+    ):
+        cache.saw(change, made)
+        numbers.append(cache.changes(KEY))
+        cache.saw(change, made)
+        assert cache.changes(KEY) == numbers[-1]
+    assert len(set(numbers)) == len(numbers)
+    cache.condemn(KEY, AT, "u3", "2026-01-01T00:00:00Z")
+    assert cache.changes(KEY) not in numbers

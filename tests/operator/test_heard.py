@@ -6,7 +6,15 @@ import pytest
 
 from kimi_operator.api.load import validated
 from kimi_operator.desired.render import rendered
-from kimi_operator.heard import DRAIN_LOADS_FOR_S, LOADS_FOR_S, Heard, News, news_of, router_pods
+from kimi_operator.heard import (
+    DRAIN_LOADS_FOR_S,
+    LOADS_FOR_S,
+    Heard,
+    News,
+    news_of,
+    outline,
+    router_pods,
+)
 from kimi_operator.observed import K8S_CURRENT, ObjectKey
 from kimi_operator.routers import QUIET_S, SCALED_S, URGENT_S, interval_s
 from kimi_runtime.spec.router import FleetSpec
@@ -144,6 +152,23 @@ def test_only_routers_with_an_address_are_asked():
         "r-0": "http://10.0.0.9:8000",
         "r-3": "http://[fd00::1]:8000",
     }
+
+
+def test_the_outline_of_children_says_what_the_children_say():
+    six, ended = router_pod("r-3", address="fd00::1"), router_pod("r-2")
+    ended["status"]["phase"] = "Failed"
+    workers = pod("w"), pod("d", draining=True)
+    kinds = thing("StatefulSet"), thing("KimiWorkers"), thing("ConfigMap")
+    there = children(router_pod(), ended, six, *workers, *kinds)
+    words = worker("d", in_flight=0), worker("w", silent_s=60.0)
+    for asleep in (False, True):
+        seen = {key: one for key, one in there.items() if not asleep or key.kind != "StatefulSet"}
+        heard = Heard((said(*words, parked_requests=1, oldest_parked_s=1.0),))
+        assert router_pods(outline(seen)) == router_pods(seen)
+        assert len(router_pods(seen)) == 2
+        assert heard.loads(outline(seen)) == heard.loads(seen)
+        assert news_of(heard, outline(seen)) == news_of(heard, seen)
+        assert interval_s(outline(seen), heard) == interval_s(seen, heard)
 
 
 def objects_of(**spec):
