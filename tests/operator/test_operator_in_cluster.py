@@ -14,36 +14,23 @@ from kimi_operator.cache import Key
 from kimi_operator.changes import is_owned
 from kimi_operator.clock import now_s
 from kimi_operator.kinds import watched_kinds
-from kimi_operator.kube import ApiKube, TokenBucket, open_kube
+from kimi_operator.kube import ApiKube
 from kimi_operator.main import Operator
 from kimi_operator.observed import FIELDS, Manifest, ObjectKey
-from kimi_operator.settings import OperatorSettings
 from kimi_operator.teardown import FINALIZER
 from kimi_runtime.errors import ClusterRefused
+from live_operator import SOON_S, opened, operating, prepared
 from operator_world import nano
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
 NAMESPACE = "kimi-test"
 OURS = f"/apis/kimistack.dev/v1alpha1/namespaces/{NAMESPACE}/kimideployments"
-SOON_S = 120.0
 
 
 @pytest.fixture(scope="session")
 def server(cluster: Cluster) -> Server:
     """With our CRDs and an empty namespace of the tests' own."""
-    cluster.main.install_crds()
-    status, answer = cluster.main.call(
-        "POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}}
-    )
-    assert status in (201, 409), answer
-    return cluster.main
-
-
-@asynccontextmanager
-async def opened(server: Server) -> AsyncIterator[ApiKube]:
-    writes = TokenBucket(100, 200, now_s, asyncio.sleep)
-    async with open_kube(writes, kubeconfig=str(server.kubeconfig)) as kube:
-        yield kube
+    return prepared(cluster.main, NAMESPACE)
 
 
 @dataclass
@@ -100,29 +87,8 @@ class Running:
 
 @asynccontextmanager
 async def running(server: Server, identity: str = "one") -> AsyncIterator[Running]:
-    settings = OperatorSettings(
-        namespaces=(NAMESPACE,),
-        own_namespace=NAMESPACE,
-        identity=identity,
-        kubeconfig=str(server.kubeconfig),
-        leader_election=True,
-        http_port=0,
-        write_rate=100,
-        write_burst=200,
-        log_level="warning",
-    )
-    async with opened(server) as kube:
-        operator = Operator(settings, kube, kube.credentials)
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(operator.run())
-            try:
-                async with asyncio.timeout(SOON_S):
-                    await operator.ready.wait()
-                yield Running(server, kube, operator)
-            finally:
-                operator.stop.set()
-                async with asyncio.timeout(SOON_S):
-                    await asyncio.wait({task})
+    async with operating(server, NAMESPACE, identity) as (kube, operator):
+        yield Running(server, kube, operator)
 
 
 def condition(resource: Manifest, kind: str) -> tuple[str, str] | None:

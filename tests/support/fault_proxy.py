@@ -22,6 +22,7 @@ from aiohttp import web
 
 from http_kube import status
 from kimi_operator.clock import now_s
+from served import served
 
 HOP_BY_HOP = {"connection", "content-encoding", "content-length", "host", "transfer-encoding"}
 READS = ("GET", "HEAD")
@@ -156,20 +157,13 @@ class FaultProxy:
         context = ssl._create_unverified_context()
         connector = aiohttp.TCPConnector(limit=0, ssl=context)
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=True
-        ) as self._session:
-            app = web.Application(client_max_size=2**24)
-            app.router.add_route("*", "/{path:.*}", self._handled)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-            await runner.setup()
-            try:
-                site = web.TCPSite(runner, "127.0.0.1", 0)
-                await site.start()
-                yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-            finally:
-                self._stalled.set()
-                await runner.cleanup()
+        async with (
+            aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=True
+            ) as self._session,
+            served(self._handled, self._stalled.set) as address,
+        ):
+            yield address
 
     def writes(self, since_s: float = float("-inf")) -> list[Passed]:
         """What wrote from then on, Leases apart."""

@@ -19,6 +19,7 @@ from kimi_operator.cache import Change
 from kimi_operator.kinds import BY_ID, INSTALLED, KINDS, Kind
 from kimi_operator.observed import Manifest, ObjectKey
 from kimi_runtime.errors import ClusterConflict, ClusterError, ClusterRefused
+from served import served
 
 BOOKMARK_S = 1.0
 ALL_VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
@@ -54,16 +55,8 @@ class HttpKube:
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
         """Its address while it answers."""
-        app = web.Application(client_max_size=2**24)
-        app.router.add_route("*", "/{path:.*}", self._answered)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        async with served(self._answered) as address:
+            yield address
 
     async def _answered(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,19 @@ import pytest
 
 from cluster import Cluster, Server
 from kimi_operator.clock import now_s
-from kimi_operator.kube import TokenBucket, open_kube
-from kimi_operator.main import Operator
-from kimi_operator.settings import OperatorSettings
+from live_operator import SOON_S, operating, prepared
 from operator_world import nano
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
 NAMESPACE = "kimi-cli"
 OURS = f"/apis/kimistack.dev/v1alpha1/namespaces/{NAMESPACE}/kimideployments"
 SETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets"
-SOON_S = 120.0
 
 
 @pytest.fixture(scope="session")
 def server(cluster: Cluster) -> Server:
     """With our CRDs and a namespace of these tests' own."""
-    cluster.main.install_crds()
-    status, answer = cluster.main.call(
-        "POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}}
-    )
-    assert status in (201, 409), answer
-    return cluster.main
-
-
-@asynccontextmanager
-async def operating(server: Server) -> AsyncIterator[Operator]:
-    settings = OperatorSettings(
-        namespaces=(NAMESPACE,),
-        own_namespace=NAMESPACE,
-        identity="one",
-        kubeconfig=str(server.kubeconfig),
-        leader_election=True,
-        http_port=0,
-        write_rate=100,
-        write_burst=200,
-        log_level="warning",
-    )
-    writes = TokenBucket(100, 200, now_s, asyncio.sleep)
-    async with open_kube(writes, kubeconfig=str(server.kubeconfig)) as kube:
-        operator = Operator(settings, kube, kube.credentials)
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(operator.run())
-            try:
-                async with asyncio.timeout(SOON_S):
-                    await operator.ready.wait()
-                yield operator
-            finally:
-                operator.stop.set()
-                async with asyncio.timeout(SOON_S):
-                    await asyncio.wait({task})
+    return prepared(cluster.main, NAMESPACE)
 
 
 async def ran(server: Server, *words: object) -> tuple[int, str, str]:
@@ -119,7 +82,7 @@ async def test_a_deployment_is_planned_seen_and_steered(server: Server, tmp_path
     code, _, err = await kimi(server, "status", "cli")
     assert code == 2
     assert "there is no KimiDeployment cli in namespace kimi-cli" in err
-    async with operating(server):
+    async with operating(server, NAMESPACE):
         document = json.loads(file.read_text())
         status, answer = await asyncio.to_thread(server.call, "POST", OURS, document)
         assert status == 201, answer
@@ -224,7 +187,7 @@ async def test_a_preflight_job_is_taken_by_the_server_and_left_alone(server: Ser
     document = nano(preflight="Require", kvPool={"enabled": False})
     document["metadata"] = {"name": "looked", "namespace": NAMESPACE}
     try:
-        async with operating(server):
+        async with operating(server, NAMESPACE):
             await asyncio.to_thread(server.call, "POST", OURS, document)
             path = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
 
