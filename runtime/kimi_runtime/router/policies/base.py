@@ -1,9 +1,10 @@
 """The routing policy: which workers serve a request."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from kimi_runtime.router.plan import Plan
+from kimi_runtime.router.plan import Leg, Plan, Terms, assembled
 from kimi_runtime.router.view import RequestView, WorkerView
 
 
@@ -21,3 +22,18 @@ class Policy(Protocol):
         revisions or layouts. Raises Unavailable when nobody can serve it, and Overloaded for the
         start of a session that it would rather have later.
         """
+
+
+class PicksByLeg(ABC):
+    """A policy that picks a worker for each leg by itself, and looks at no clock."""
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
+        """See `Policy.choose`."""
+        del now_s
+        return assembled(request, workers, self._pick)
+
+    @abstractmethod
+    def _pick(
+        self, request: RequestView, workers: Sequence[WorkerView], leg: Leg
+    ) -> tuple[WorkerView, Terms]:
+        """Who does this leg, of those who can, and what speaks for it."""

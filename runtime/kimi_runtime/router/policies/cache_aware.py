@@ -11,21 +11,17 @@ balance is judged among workers that could serve the request, not among all.
 
 from collections.abc import Sequence
 
-from kimi_runtime.router.plan import Leg, Plan, Terms, assembled, lowest
+from kimi_runtime.router.plan import Leg, Terms, lowest
+from kimi_runtime.router.policies.base import PicksByLeg
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.router import CacheAware
 
 
-class CacheAwarePolicy:
+class CacheAwarePolicy(PicksByLeg):
     """Prefill and decode workers are picked independently, as there."""
 
     def __init__(self, spec: CacheAware) -> None:
         self._spec = spec
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
-        """See `Policy.choose`."""
-        del now_s
-        return assembled(request, workers, self._pick)
 
     def _pick(
         self, request: RequestView, workers: Sequence[WorkerView], leg: Leg

@@ -13,21 +13,17 @@ rendezvous here.
 import math
 from collections.abc import Sequence
 
-from kimi_runtime.router.plan import Leg, Plan, Terms, assembled, lowest
+from kimi_runtime.router.plan import Leg, Terms, lowest
+from kimi_runtime.router.policies.base import PicksByLeg
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.router import DynamoCost
 
 
-class DynamoPolicy:
+class DynamoPolicy(PicksByLeg):
     """Keeps no state: what it needs is in the views."""
 
     def __init__(self, spec: DynamoCost) -> None:
         self._spec = spec
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
-        """See `Policy.choose`."""
-        del now_s
-        return assembled(request, workers, self._pick)
 
     def cost(self, request: RequestView, worker: WorkerView, leg: Leg) -> Terms:
         """The cost's two summands, in blocks."""

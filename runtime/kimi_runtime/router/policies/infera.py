@@ -11,24 +11,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kimi_runtime.router.plan import Leg, Plan, Terms, assembled, lowest
+from kimi_runtime.router.plan import Leg, Terms, lowest
+from kimi_runtime.router.policies.base import PicksByLeg
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.router import InferaCost
 
 MAX_WORKERS = 8192
 
 
-class InferaPolicy:
+class InferaPolicy(PicksByLeg):
     """Remembers what it sent, fading."""
 
     def __init__(self, spec: InferaCost) -> None:
         self._spec = spec
         self._recent: OrderedDict[tuple[Leg, str], float] = OrderedDict()
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
-        """See `Policy.choose`."""
-        del now_s
-        return assembled(request, workers, self._pick)
 
     def _pick(
         self, request: RequestView, workers: Sequence[WorkerView], leg: Leg

@@ -9,21 +9,17 @@ and the token-load scorer (4 Mi tokens). Tokens in flight are those queued and t
 
 from collections.abc import Sequence
 
-from kimi_runtime.router.plan import Leg, Plan, Terms, assembled, lowest
+from kimi_runtime.router.plan import Leg, Terms, lowest
+from kimi_runtime.router.policies.base import PicksByLeg
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.router import LlmdFilter
 
 
-class LlmdPolicy:
+class LlmdPolicy(PicksByLeg):
     """Keeps no state: what it needs is in the views."""
 
     def __init__(self, spec: LlmdFilter) -> None:
         self._spec = spec
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
-        """See `Policy.choose`."""
-        del now_s
-        return assembled(request, workers, self._pick)
 
     def _pick(
         self, request: RequestView, workers: Sequence[WorkerView], leg: Leg

@@ -6,20 +6,16 @@ The draw is a hash of the session and of how many were drawn before, so that it 
 import hashlib
 from collections.abc import Sequence
 
-from kimi_runtime.router.plan import Leg, Plan, Terms, assembled
+from kimi_runtime.router.plan import Leg, Terms
+from kimi_runtime.router.policies.base import PicksByLeg
 from kimi_runtime.router.view import RequestView, WorkerView
 
 
-class PowerOfTwoPolicy:
+class PowerOfTwoPolicy(PicksByLeg):
     """Counts its draws."""
 
     def __init__(self) -> None:
         self._draws = 0
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
-        """See `Policy.choose`."""
-        del now_s
-        return assembled(request, workers, self._pick)
 
     def _pick(
         self, request: RequestView, workers: Sequence[WorkerView], leg: Leg

@@ -2,20 +2,16 @@
 
 from collections.abc import Sequence
 
-from kimi_runtime.router.plan import Leg, Plan, Terms, assembled
+from kimi_runtime.router.plan import Leg, Terms
+from kimi_runtime.router.policies.base import PicksByLeg
 from kimi_runtime.router.view import RequestView, WorkerView
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(PicksByLeg):
     """Counts its picks of each leg."""
 
     def __init__(self) -> None:
         self._picks = dict.fromkeys(Leg, 0)
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView], *, now_s: float) -> Plan:
-        """See `Policy.choose`."""
-        del now_s
-        return assembled(request, workers, self._pick)
 
     def _pick(
         self, request: RequestView, workers: Sequence[WorkerView], leg: Leg
