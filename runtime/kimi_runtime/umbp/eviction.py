@@ -6,6 +6,7 @@ head is a good guess, so a choice costs a few evaluations however many blocks th
 the colder block, and a prefix's end is colder than its head.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -42,7 +43,7 @@ class Idle:
         return key in self._blocks
 
     def __iter__(self) -> Iterator[Block]:
-        """Every block."""
+        """Every block, the coldest first."""
         for key, queue in self._blocks.items():
             yield queue[key]
 
@@ -88,11 +89,16 @@ class Idle:
         return asking.idle_pages + others
 
     def victim(
-        self, now_s: float, asking: Account | None = None, *, own: bool = False
+        self,
+        now_s: float,
+        asking: Account | None = None,
+        *,
+        own: bool = False,
+        below: float = math.inf,
     ) -> Block | None:
         """The block to lose, for a put of `asking` (None: for room at large; `own`: its own only).
 
-        None if there is none to be lost for that.
+        None if there is none to be lost for that, none worth less than `below` above all.
         """
         blocks = [
             block
@@ -102,7 +108,7 @@ class Idle:
         ]
         worths = (self._worth(block, now_s) for block in blocks)
         chosen = min(zip(worths, range(len(blocks)), strict=True), default=None)
-        return None if chosen is None else blocks[chosen[1]]
+        return None if chosen is None or chosen[0][0] >= below else blocks[chosen[1]]
 
     def _losers(self, now_s: float, asking: Account | None, *, own: bool) -> list[Account]:
         if own or (asking is not None and self._accounts.only(asking)):

@@ -133,6 +133,11 @@ class Pool:
         """Every visible block."""
         return list(self._blocks.values())
 
+    def warmest(self) -> list[Block]:
+        """Every visible block, the warmest first, a run's head before what hangs on it."""
+        pinned = [block for block in self._blocks.values() if block.pins]
+        return pinned + list(self._idle)[::-1]
+
     def use(self, keys: Iterable[bytes], now_s: float = 0.0) -> None:
         """Count a use of each of `keys` that is held."""
         used = [key for key in keys if key in self._blocks]
@@ -183,17 +188,21 @@ class Pool:
         *,
         writer: bytes,
         now_s: float,
+        ttl_s: float | None = None,
         evict: bool = True,
+        below: float = math.inf,
         tenant: str = DEFAULT_TENANT,
         priority: Priority = Priority.NORMAL,
     ) -> list[Granted]:
         """Pages for every (key, size) until one doesn't fit; the rest is FULL, at once.
 
-        With `evict`, unpinned blocks make room. Two writers may hold a reservation of one key: who
-        commits first wins, so a dead writer keeps nobody from putting.
+        `ttl_s` is how long they are held, if not `reservation_ttl_s`. With `evict`, unpinned blocks
+        worth less than `below` (seconds a byte; see `retention`) make room. Two writers may hold a
+        reservation of one key: who commits first wins, so a dead writer keeps nobody from putting.
         """
         grants: list[Granted] = []
         full = False
+        expires_s = now_s + (self.reservation_ttl_s if ttl_s is None else ttl_s)
         for key, size in items:
             if key in self._blocks:
                 grants.append(Granted(Grant.HELD))
@@ -201,7 +210,10 @@ class Pool:
             granted = None
             if not full:
                 account = self.accounts.of(tenant)
-                granted = self._reserve(key, size, writer, account, priority, now_s, evict)
+                extents = self._make_room(size, account, below if evict else 0.0, now_s)
+                if extents is not None:
+                    what = (key, size, extents, writer, expires_s)
+                    granted = self._reserve(*what, account=account, priority=priority)
             if granted is None:
                 full = True
                 self.counters.refused += 1
@@ -263,6 +275,13 @@ class Pool:
         for key in keys:
             if key in self._blocks:
                 self._blocks[key].uses = 0
+
+    def moved(self, key: bytes, *, uses: int, used_s: float) -> None:
+        """A block came from a daemon where it was used so often, and last at `used_s`."""
+        block = self._blocks.get(key)
+        if block is not None:
+            block.uses, block.used_s = uses, used_s
+            self._idle.warm([key])
 
     def pin(
         self, keys: Sequence[bytes], *, reader: int, now_s: float, lease_s: float | None = None
@@ -422,20 +441,16 @@ class Pool:
         self,
         key: bytes,
         size: int,
+        extents: tuple[Extent, ...],
         writer: bytes,
+        expires_s: float,
+        *,
         account: Account,
         priority: Priority,
-        now_s: float,
-        evict: bool,
     ) -> Granted | None:
-        account.heard(now_s)
-        pages = -(-size // self.page_bytes)
-        extents = self._make_room(pages, account, evict, now_s)
-        if extents is None:
-            return None
         self._number += 1
         reservation = Reservation(
-            *(key, self._number, size, extents, writer, now_s + self.reservation_ttl_s),
+            *(key, self._number, size, extents, writer, expires_s),
             account=account,
             priority=priority,
         )
@@ -443,13 +458,16 @@ class Pool:
             self._pages.give_back(extents)
             return None
         self._reservations[self._number] = reservation
-        self.accounts.use(account, pages)
+        self.accounts.use(account, reservation.pages)
         self.counters.reserved += 1
         return Granted(Grant.RESERVED, self._number, extents)
 
     def _make_room(
-        self, pages: int, account: Account, evict: bool, now_s: float
+        self, size: int, account: Account, below: float, now_s: float
     ) -> tuple[Extent, ...] | None:
+        """Pages for `size` bytes of an account, at the cost of blocks worth less than `below`."""
+        account.heard(now_s)
+        pages, evict = -(-size // self.page_bytes), below > 0
         quota = account.terms.quota_pages
         over = 0 if quota is None else max(0, account.used_pages + pages - quota)
         if over > (account.idle_pages if evict else 0):
@@ -460,7 +478,7 @@ class Pool:
         leave = account.used_pages - over
         while self._pages.free < pages or account.used_pages > leave:
             own = account.used_pages > leave
-            victim = self._idle.victim(now_s, account, own=own)
+            victim = self._idle.victim(now_s, account, own=own, below=below)
             if victim is None:
                 return None
             self._evict(victim)

@@ -129,7 +129,9 @@ class Promoter:
         refused = Landing.GONE
         if items:
             # without an end: what is read into is given back when the read has ended, never before
-            grants = self._pool.reserve(items, writer=OWN_WRITER, now_s=math.inf, tenant=tenant)
+            grants = self._pool.reserve(
+                items, writer=OWN_WRITER, now_s=clock.now_s(), ttl_s=math.inf, tenant=tenant
+            )
             granted = [grant for grant in grants if grant.grant is Grant.RESERVED]
             if len(granted) < len(items):
                 refused = Landing.NO_ROOM

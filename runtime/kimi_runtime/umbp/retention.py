@@ -153,6 +153,11 @@ class Retention:
 
     def worth(self, key: bytes, *, uses: int, used_s: float, priority: int, now_s: float) -> float:
         """Expected seconds lost per byte, if the block is lost now; 0 for one that is forsaken."""
+        wanted = self.wanted(key, uses=uses, used_s=used_s, priority=priority, now_s=now_s)
+        return wanted * self.seconds_per_byte(key) if wanted else 0.0
+
+    def wanted(self, key: bytes, *, uses: int, used_s: float, priority: int, now_s: float) -> float:
+        """The chance that a block is wanted within the horizon, weighted by its priority."""
         if key in self._forsaken:
             return 0.0
         sessions = tuple(
@@ -160,7 +165,7 @@ class Retention:
             for session in self._of_key.get(key, ())
         )
         chance = self.reuse(ReuseView(now_s - used_s, uses, sessions))
-        return PRIORITY_WEIGHTS[priority] * chance * self.seconds_per_byte(key)
+        return PRIORITY_WEIGHTS[priority] * chance
 
     def used(self, key: bytes) -> None:
         """A block was used: whatever gave it up, somebody wants it."""

@@ -170,6 +170,50 @@ def test_a_block_larger_than_the_pool_is_refused_and_evicts_nothing():
     assert pool.live_blocks == 2
 
 
+def test_what_makes_room_is_worth_less_than_what_comes():
+    pool = new_pool(4)
+    put(pool, 1, 2)
+    put(pool, 3, 4)
+    pool.use([key(3), key(4)])
+    now = {"used_s": 0.0, "priority": 1, "now_s": 0.0}
+    worth = {n: pool.retention.worth(key(n), uses=uses, **now) for n, uses in ((1, 1), (3, 2))}
+    assert worth[1] < worth[3]
+    between = (worth[1] + worth[3]) / 2
+    grants = [grant_of(pool, n, below=between).grant for n in (11, 12, 13)]
+    assert grants == [Grant.RESERVED, Grant.RESERVED, Grant.FULL]
+    assert pool.held([key(3), key(4)]) == 2
+    assert grant_of(pool, 14, below=worth[3]).grant is Grant.FULL
+    pool.check_integrity()
+
+
+def test_a_reservation_without_an_end_is_never_quarantined_and_others_keep_their_share():
+    pool = new_pool(4)
+    pool.reserve([(key(1), PAGE)], writer=B, now_s=0.0, tenant="b")
+    granted = grant_of(pool, 2, ttl_s=float("inf"))
+    pool.expire(1e9)
+    assert pool.reservations(quarantined=True) == 1
+    assert pool.commit([(granted.generation, TAGS)], writer=A, now_s=1e9) == [Commitment.COMMITTED]
+
+
+def test_a_block_that_moved_is_worth_what_it_was_where_it_came_from():
+    pool = new_pool()
+    put(pool, 1, 2, now_s=100.0)
+    pool.moved(key(1), uses=5, used_s=70.0)
+    pool.moved(key(9), uses=5, used_s=70.0)
+    assert (pool.block(key(1)).uses, pool.block(key(1)).used_s) == (5, 70.0)
+    assert pool.evict(1, 100.0) == [key(2)]
+    pool.check_integrity()
+
+
+def test_the_warmest_come_first_and_a_run_s_head_before_its_end():
+    pool = new_pool()
+    put(pool, 1, 2, 3)
+    put(pool, 4, 5)
+    pool.touch([key(n) for n in (1, 2, 3)])
+    pool.pin([key(5)], reader=1, now_s=0.0)
+    assert [block.key for block in pool.warmest()] == [key(n) for n in (5, 1, 2, 3, 4)]
+
+
 def test_after_one_refusal_a_batch_gets_nothing_more():
     pool = new_pool(pages=4)
     grants = pool.reserve([(key(1), PAGE), (key(2), 9 * PAGE), (key(3), PAGE)], writer=A, now_s=0.0)
