@@ -21,7 +21,7 @@ from kimi_runtime.settings import read_settings
 from kimi_runtime.sim.cli import app as sim_app
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
-from kimi_runtime.spec.worker import FileWeights, WorkerSpec
+from kimi_runtime.spec.worker import FileWeights, PackagedWeights, WorkerSpec
 
 S = TypeVar("S", bound=BaseModel)
 E = TypeVar("E", bound=BaseException)
@@ -88,12 +88,11 @@ def quality(
     """Put held-out tool dialogues to a model, through the engine, and print what it got right."""
     from kimi_runtime.bench.quality.report import markdown, missed
     from kimi_runtime.bench.quality.run import Plan, examine
-    from kimi_runtime.models.packaged import nano_folder
 
     plan = Plan(dialogues, needles, seed=seed, threads=threads, thinking=not instant)
 
     async def run() -> None:
-        weights = FileWeights(path=nano_folder() if model is None else model)
+        weights = PackagedWeights() if model is None else FileWeights(path=model)
         result = await examine(weights, plan, on_progress=_show_progress)
         typer.echo(markdown(result), nl=False)
         if check and (short := missed(result)):

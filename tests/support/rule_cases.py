@@ -301,7 +301,7 @@ CASES = (
         _SGLANG_LORA,
     ),
     RuleCase(
-        "random weights are drawn by engine kimistack",
+        "packaged and random weights are known to engine kimistack",
         {"engine": "sglang", **_decode()},
         _decode(),
     ),

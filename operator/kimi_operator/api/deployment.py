@@ -240,10 +240,11 @@ class DeploymentSpec(ApiModel):
             field="adapters",
         ),
         Rule(
-            "random weights are drawn by engine kimistack only",
-            lambda m: m.engine == "kimistack" or m.model.source != "random",
+            "packaged and random weights are known to engine kimistack only",
+            lambda m: m.engine == "kimistack" or m.model.source not in ("packaged", "random"),
             implies(
-                f"{given('self.model.source')} && self.model.source == 'random'", _ENGINE_IS_OURS
+                f"{given('self.model.source')} && self.model.source in ['packaged', 'random']",
+                _ENGINE_IS_OURS,
             ),
             field="model.source",
         ),

@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel
 from kimi_operator.api.base import ApiModel, Folder, Name, Rule, implies, presettable
 from kimi_runtime.units import Bytes
 
-Source = Literal["hf", "pvc", "hostPath", "oci", "local", "random"]
+Source = Literal["hf", "pvc", "hostPath", "oci", "local", "packaged", "random"]
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "hf": ("id",),
@@ -17,6 +17,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "hostPath": ("path",),
     "oci": ("image",),
     "local": ("path",),
+    "packaged": (),
     "random": (),
 }
 ONLY_WITH: dict[str, tuple[str, ...]] = {
@@ -89,8 +90,9 @@ class ModelSource(ApiModel):
     source: Source | None = presettable(
         None,
         "Where the files come from: hf (download), pvc (a claim), hostPath (a folder on every "
-        "node), oci (an image volume), local (a folder here; `kimistack up` only) or random "
-        "(weights drawn from a seed: the architecture without its skill).",
+        "node), oci (an image volume), local (a folder here; `kimistack up` only), "
+        "packaged (the trained kimi-nano that comes with the runtime) or random (weights drawn "
+        "from a seed: the architecture without its skill).",
     )
     revision: Name | None = presettable(None, "Commit or tag at Hugging Face; pin it.")
     path: Folder | None = Field(
@@ -107,7 +109,7 @@ class ModelSource(ApiModel):
     vocabulary: Folder | None = Field(
         None,
         description="The tiktoken rank file; none: tiktoken.model beside the weights, or the "
-        "test vocabulary for random weights.",
+        "test vocabulary for packaged and random weights.",
     )
     cache: ModelCache | None = Field(None, description="Where downloaded files are kept.")
     token_secret_ref: SecretKeyRef | None = Field(

@@ -73,7 +73,11 @@ def resolve(deployment: KimiDeployment, get_preset: GetPreset, origin: str) -> E
     settled = _settled(validated(_document(deployment, spec), origin))
     filled = _filled(settled)
     effective = validated(_document(deployment, filled), origin)
-    if effective.spec.image is None and effective.spec.model.source not in ("local", "random"):
+    if effective.spec.image is None and effective.spec.model.source not in (
+        "local",
+        "packaged",
+        "random",
+    ):
         raise ConfigError(
             f"{origin}: spec.image: nothing names an image for engine {effective.spec.engine}; "
             "write one, by digest"

@@ -25,8 +25,10 @@ from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import (
     EngineLimits,
     FileWeights,
+    PackagedWeights,
     RandomWeights,
     TransferName,
+    Weights,
     WorkerSpec,
 )
 from kimi_runtime.spec.worker import Role as WorkerRole
@@ -121,7 +123,7 @@ def _workers(spec: DeploymentSpec) -> Iterator[tuple[str, RoleName, Role]]:
 def _check_can_run_here(spec: DeploymentSpec, places: Places) -> None:
     problems = {
         "engine": spec.engine != "kimistack" and f"{spec.engine} is not started here",
-        "model.source": spec.model.source not in ("local", "hostPath", "random")
+        "model.source": spec.model.source not in ("local", "hostPath", "packaged", "random")
         and f"{spec.model.source} needs a cluster; download the model and use local",
         "kvPool.dram": spec.kv_pool.enabled
         and spec.kv_pool.dram is None
@@ -246,7 +248,9 @@ def _transfer(spec: DeploymentSpec) -> TransferName:
             return "shm"
 
 
-def _weights(spec: DeploymentSpec) -> RandomWeights | FileWeights:
+def _weights(spec: DeploymentSpec) -> Weights:
+    if spec.model.source == "packaged":
+        return PackagedWeights()
     if spec.model.source == "random":
         config = Path(spec.model.config) if spec.model.config else None
         return RandomWeights(config=config, seed=spec.model.seed or 0)

@@ -48,8 +48,8 @@ def model_files(spec: DeploymentSpec, *, vocabulary_only: bool = False) -> Model
     Raises ConfigError for source local, which names a folder of one machine.
     """
     model = spec.model
-    if model.source == "random":
-        return ModelFiles(model.id or "random", model.vocabulary)
+    if model.source in ("packaged", "random"):
+        return ModelFiles(model.id or model.source, model.vocabulary)
     if model.source == "local" or model.source is None:
         raise ConfigError(
             "spec.model.source: local is a folder of the machine that `kimistack up` runs on; in a "

@@ -193,7 +193,7 @@ def _model_files(effective: Effective) -> Path | None:
         if not Path(model.vocabulary).is_file():
             raise ConfigError(f"spec.model.vocabulary: there is no file {model.vocabulary}")
         return Path(model.vocabulary).absolute()
-    if model.source == "random" or model.path is None:
+    if model.source in ("packaged", "random") or model.path is None:
         return None
     folder = Path(model.path)
     if not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""The trained kimi-nano that comes with the package."""
+"""The trained models that come with the package."""
 
 from importlib import resources
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from kimi_runtime.errors import ConfigError
 
 
-def nano_folder() -> Path:
-    """The folder with its config.json and weights. ConfigError where it was not packaged."""
-    folder = Path(str(resources.files("kimi_runtime.models") / "kimi-nano"))
+def packaged_folder(name: str) -> Path:
+    """The folder with config.json and weights of `name`. ConfigError where it was not packaged."""
+    folder = Path(str(resources.files("kimi_runtime.models") / name))
     if not (folder / "model.safetensors").is_file():
         raise ConfigError(
-            f"the trained kimi-nano is not in {folder}; train one with scripts/train_nano.py and "
-            "name its folder (kimistack quality --model FOLDER), or use weights of kind 'random'"
+            f"the trained {name} is not in {folder}; install the whole package, name the folder "
+            "of a model, or use weights of kind 'random'"
         )
     return folder

@@ -14,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_runtime.errors import CapacityError, ConfigError
+from kimi_runtime.models.packaged import packaged_folder
 from kimi_runtime.models.stored import Entry, StoredTensors
 from kimi_runtime.models.tensors import Part, TensorSpec, k2_tensors
 from kimi_runtime.spec.config_file import load_config
 from kimi_runtime.spec.model import KIMI_NANO, ModelSpec
-from kimi_runtime.spec.worker import FileWeights, RandomWeights
+from kimi_runtime.spec.worker import FileWeights, PackagedWeights, Weights
 
 _INDEX = "model.safetensors.index.json"
 _GRID = 2**15  # random values are multiples of 1/_GRID of their greatest one
@@ -32,8 +33,10 @@ class ModelWeights:
     digest: str
 
 
-def open_weights(source: RandomWeights | FileWeights) -> tuple[ModelSpec, ModelWeights]:
+def open_weights(source: Weights) -> tuple[ModelSpec, ModelWeights]:
     """The model a worker's file names. ConfigError when it is not there or not what it says."""
+    if isinstance(source, PackagedWeights):
+        source = FileWeights(path=packaged_folder(source.name))
     if isinstance(source, FileWeights):
         if not source.path.is_dir():
             raise ConfigError(

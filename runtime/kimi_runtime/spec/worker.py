@@ -37,7 +37,14 @@ class FileWeights(SpecModel):
     path: Path
 
 
-Weights = Annotated[RandomWeights | FileWeights, Field(discriminator="kind")]
+class PackagedWeights(SpecModel):
+    """A trained model that comes with the package."""
+
+    kind: Literal["packaged"] = "packaged"
+    name: Literal["kimi-nano"] = "kimi-nano"
+
+
+Weights = Annotated[RandomWeights | FileWeights | PackagedWeights, Field(discriminator="kind")]
 
 
 class EngineLimits(SpecModel):

@@ -7,7 +7,14 @@ from kimi_operator.desired.engines.base import HTTP_PORT, Launch, Seat
 from kimi_operator.desired.spec_files import spec_file
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.transfer import RdmaCard, TransferNetwork
-from kimi_runtime.spec.worker import EngineLimits, FileWeights, RandomWeights, WorkerSpec
+from kimi_runtime.spec.worker import (
+    EngineLimits,
+    FileWeights,
+    PackagedWeights,
+    RandomWeights,
+    Weights,
+    WorkerSpec,
+)
 from kimi_runtime.spec.worker import Role as WorkerRole
 
 WORKER_FILE = "worker.json"
@@ -107,8 +114,10 @@ def transfer_network(spec: DeploymentSpec) -> TransferNetwork:
     )
 
 
-def _weights(seat: Seat) -> RandomWeights | FileWeights:
+def _weights(seat: Seat) -> Weights:
     model = seat.spec.model
+    if model.source == "packaged":
+        return PackagedWeights()
     if model.source == "random":
         data = {"config": model.config, "seed": model.seed or 0}
         return RandomWeights.model_validate(data)
