@@ -1,6 +1,6 @@
 """The runtime's subcommands: `worker`, `router`, `umbp`, each started from one spec file,
-`quality`, which examines a model, `sim`, which simulates deployments, and `explain`, which tells
-why a router decided as it did.
+`quality`, which examines a model, `sim`, which simulates deployments, `bench`, which replays
+sessions against a live endpoint, and `explain`, which tells why a router decided as it did.
 
 Exit status 0 after a drain, 2 with one line on standard error for a wrong spec, file, key or port,
 1 with one line for everything else that was foreseen.
@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel, ValidationError
 
+from kimi_runtime.bench.replay.cli import bench
 from kimi_runtime.errors import ConfigError, KimistackError
 from kimi_runtime.explain_cli import explain
 from kimi_runtime.settings import read_settings
@@ -102,6 +103,7 @@ def quality(
 
 
 app.command()(explain)
+app.command()(bench)
 
 
 def _show_progress(done: int, of: int) -> None:

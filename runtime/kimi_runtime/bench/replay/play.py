@@ -1,0 +1,136 @@
+"""Plays sessions as clients would: ask, wait for the tools, ask again with all that was said."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from kimi_runtime import clock
+from kimi_runtime.bench.replay.client import ChatClient, Endpoint, Message
+from kimi_runtime.bench.replay.outcome import Outcome
+from kimi_runtime.bench.replay.texts import Scale, Texts
+from kimi_runtime.sim.sessions import Session, Turn, Workload
+
+Progress = Callable[[Outcome], None]
+
+
+async def play(
+    workload: Workload,
+    endpoint: Endpoint,
+    texts: Texts,
+    *,
+    scale: Scale | None = None,
+    on_outcome: Progress | None = None,
+) -> list[Outcome]:
+    """Every request's outcome, in the order of sessions and turns.
+
+    A session whose request fails asks nothing more: what would follow depends on the answer.
+    """
+    began_s = clock.now_s()
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        client = ChatClient(http, endpoint, lambda: clock.now_s() - began_s)
+        player = _Player(client, texts, scale or Scale(), began_s, on_outcome)
+        await player.all(workload)
+    order = {name: number for number, name in enumerate(_names(workload.sessions))}
+    return sorted(player.outcomes, key=lambda outcome: (order[outcome.session], outcome.turn))
+
+
+class _Player:
+    def __init__(
+        self,
+        client: ChatClient,
+        texts: Texts,
+        scale: Scale,
+        began_s: float,
+        on_outcome: Progress | None,
+    ) -> None:
+        self._client, self._texts, self._scale = client, texts, scale
+        self._began_s, self._on_outcome = began_s, on_outcome
+        self.outcomes: list[Outcome] = []
+
+    async def all(self, workload: Workload) -> None:
+        waiting = deque(workload.sessions)
+
+        async def lane() -> None:
+            while waiting:
+                await self._session(waiting.popleft(), ())
+
+        async with asyncio.TaskGroup() as group:
+            if workload.lanes is not None:
+                for _ in range(workload.lanes):
+                    group.create_task(lane())
+            else:
+                for session in workload.sessions:
+                    group.create_task(self._starting(session))
+
+    async def _starting(self, session: Session) -> None:
+        since_s = clock.now_s() - self._began_s
+        await asyncio.sleep(max(session.start_s * self._scale.pauses - since_s, 0.0))
+        await self._session(session, ())
+
+    async def _session(self, session: Session, inherited: Sequence[Message]) -> None:
+        said = list(inherited)
+        if session.prefix_tokens and not session.child:
+            said.append(self._says("system", session.prefix, session.prefix_tokens))
+        for number, turn in enumerate(session.turns):
+            if session.contexts:
+                said = [self._says("user", *piece) for piece in session.contexts[number]]
+            else:
+                if turn.keep_tokens is not None:
+                    said = self._compacted(said, turn.keep_tokens)
+                said.append(self._says("user", session.text + 2 * number, turn.append_tokens))
+            outcome = await self._ask(session.name, number, turn, said)
+            if not outcome.ok:
+                return
+            said.append({"role": "assistant", "content": outcome.text})
+            await self._pause(turn, said)
+
+    async def _ask(self, session: str, number: int, turn: Turn, said: Sequence[Message]) -> Outcome:
+        outcome = Outcome(session, number, clock.now_s() - self._began_s)
+        leave = turn.aborted_after
+        await self._client.ask(
+            outcome,
+            said,
+            max_tokens=self._scale.length(turn.output_tokens),
+            leave_after=None if leave is None else self._scale.length(leave),
+        )
+        self.outcomes.append(outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(outcome)
+        return outcome
+
+    async def _pause(self, turn: Turn, said: Sequence[Message]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for child in turn.children:
+                group.create_task(self._session(child, said))
+            await asyncio.sleep(turn.pause_s * self._scale.pauses)
+
+    def _says(self, role: str, text: int, tokens: int) -> Message:
+        return {"role": role, "content": self._texts.text(text, self._scale.length(tokens))}
+
+    def _compacted(self, said: Sequence[Message], keep_tokens: int) -> list[Message]:
+        """The front of what was said, in whole messages, by its share of characters."""
+        sizes = [len(message["content"]) for message in said]
+        room = self._texts_room(keep_tokens)
+        kept: list[Message] = []
+        for message, size in zip(said, sizes, strict=True):
+            if kept and size > room:
+                break
+            kept.append(message)
+            room -= size
+        return kept
+
+    def _texts_room(self, tokens: int) -> int:
+        return len(self._texts.text(0, self._scale.length(tokens)))
+
+
+def _names(sessions: Sequence[Session]) -> list[str]:
+    names: list[str] = []
+    for session in sessions:
+        names.append(session.name)
+        for turn in session.turns:
+            names += _names(turn.children)
+    return names
