@@ -100,7 +100,7 @@ def run(
                 "events": (
                     () if events is None else _read(events, TypeAdapter(tuple[ClusterEvent, ...]))
                 ),
-                "hints": hints,
+                "features": {"hints": hints},
             }
         )
         names = list(policy or [OURS])

@@ -5,11 +5,21 @@ that fails is planned anew without the worker, and a refusal is taken as its Ret
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kimi_runtime.engine.request import Request, rank_of
-from kimi_runtime.errors import CapacityError, Overloaded, RequestError, Unavailable
-from kimi_runtime.router.plan import Fetch, NobodyNow, Plan
+from kimi_runtime.errors import (
+    CapacityError,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    WorkerFailed,
+)
+from kimi_runtime.router.course import Course
+from kimi_runtime.router.decisions import Decision
+from kimi_runtime.router.insight import Front
+from kimi_runtime.router.plan import Fetch, Mode, NobodyNow, Plan
 from kimi_runtime.router.view import RequestClass, RequestView
 from kimi_runtime.sim.cluster import Cluster
 from kimi_runtime.sim.content import KnownChain
@@ -17,11 +27,13 @@ from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
 from kimi_runtime.sim.work import Read, Work
 from kimi_runtime.sim.worker import SimWorker
-from kimi_runtime.spec.request import Priority
+from kimi_runtime.spec.request import FinishReason, GenerateChunk, KvUsage, Priority, Timing
 
 BACKGROUND_DELAY_S = 30.0
 ASK_AGAIN_S = 0.5
 MAX_TRIES = 200
+RETRY_WINDOW_S = 10.0
+"""`spec.router.RouterSpec.retry_window`: how long a router holds a deferred request back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +46,11 @@ class Job:
     record: Record
     began: Callable[[], None]
     ended: Callable[[], None]
+    fronts: tuple[Front, ...] = ()
     plan: Plan | None = None
+    course: Course | None = None
+    open: ExitStack = field(default_factory=ExitStack)
+    """What ends with the attempt."""
     legs: list[tuple[SimWorker, Work]] = field(default_factory=list)
     wire_id: str = ""
     closed: bool = False
@@ -47,16 +63,23 @@ class Dispatch:
         self._cluster, self._router = cluster, router
         self._timeline = cluster.timeline
         self._jobs: dict[Work, Job] = {}
+        self._arrived_s: dict[Work, float] = {}
         self._numbers = 0
 
     def submit(self, job: Job) -> None:
         """Plan the job and send it off."""
         if job.closed:
             return
-        keys = job.known[: job.view.prompt_tokens // self._cluster.spec.block_tokens]
+        now_s = self._timeline.now_s
         try:
-            seen = self._router.choose(job.view, keys)
-            for name in seen.plan.workers:
+            decision = self._router.decide(
+                f"{job.record.session}.{job.record.turn}",
+                job.view,
+                self._keys(job),
+                attempt=job.record.retries,
+                fronts=job.fronts,
+            )
+            for name in decision.plan.workers:
                 self._check(self._cluster.workers[name], job)
         except Overloaded as exc:
             self._again(job, max(exc.retry_after_s or 0.0, ASK_AGAIN_S))
@@ -65,15 +88,20 @@ class Dispatch:
         except (Unavailable, RequestError, CapacityError) as exc:
             self._refuse(job, str(exc))
         else:
-            job.plan = seen.plan
+            if decision.plan.mode is Mode.DEFER:
+                wait_s = decision.plan.wait_s
+                if now_s + wait_s > job.record.asked_s + RETRY_WINDOW_S:
+                    self._router.decisions.refused(decision)
+                self._again(job, wait_s)
+                return
             self._numbers += 1
             job.wire_id = f"r{self._numbers}"
-            self._send(job, seen.plan, {n: v.cached_tokens for n, v in seen.views.items()})
+            self._send(job, decision)
 
     def leave(self, job: Job) -> None:
         """The client has left."""
         job.closed = True
-        self._close_legs(job)
+        self._close(job)
 
     def failed(self, lost: Sequence[Work]) -> None:
         """A worker is gone with these: each is planned anew, from its beginning."""
@@ -83,42 +111,45 @@ class Dispatch:
             record = job.record
             record.retries += 1
             record.first_s = record.scheduled_s = None
-            self._close_legs(job)
+            self._close(job, WorkerFailed("a worker is gone with the request"))
             self.submit(job)
 
-    def _send(self, job: Job, plan: Plan, cached: dict[str, int]) -> None:
-        now_s, record = self._timeline.now_s, job.record
-        record.mode, record.workers, record.terms = plan.mode.value, plan.workers, dict(plan.terms)
-        self._router.feedback.planned(job.wire_id, plan, now_s=now_s)
-        first = plan.prefill or plan.decode
-        lacking = max(job.view.prompt_tokens - cached.get(first, 0), 0)
-        self._router.ledger.start(
-            plan.decode, job.wire_id, new_tokens=0 if plan.prefill else lacking
-        )
-        if plan.prefill is None:
-            worker = self._cluster.workers[plan.decode]
-            work = self._work(job, job.output_tokens, began=lambda: self._began(job, work))
-            work.read = self._fetch(plan, worker)
-            self._arrive(job, worker, work, cached.get(plan.decode, 0))
-            return
-        self._router.ledger.start(plan.prefill, job.wire_id, new_tokens=lacking)
-        worker = self._cluster.workers[plan.prefill]
-        work = self._work(job, 0, began=lambda: self._prefilled(job, worker, work))
-        work.read = self._fetch(plan, worker)
-        self._arrive(job, worker, work, cached.get(plan.prefill, 0))
+    def _keys(self, job: Job) -> Sequence[bytes]:
+        return job.known[: job.view.prompt_tokens // self._cluster.spec.block_tokens]
 
-    def _arrive(self, job: Job, worker: SimWorker, work: Work, predicted: int) -> None:
+    def _send(self, job: Job, decision: Decision) -> None:
+        record, plan = job.record, decision.plan
+        record.mode, record.workers, record.terms = plan.mode.value, plan.workers, dict(plan.terms)
+        record.expected_s = None
+        if decision.expected_s is not None:
+            record.expected_s = decision.now_s - record.asked_s + decision.expected_s
+        first = plan.prefill or plan.decode
+        lacking = max(job.view.prompt_tokens - decision.workers[first].cached_tokens, 0)
+        ledger, workers = self._router.ledger, self._cluster.workers
+        for name in plan.workers:
+            self._router.sent(workers[name])
+        course = self._router.decisions.course(job.wire_id, decision, self._now)
+        job.plan, job.course = plan, job.open.enter_context(course)
+        job.course.prefill_keys = self._keys(job)
+        ledger.start(plan.decode, job.wire_id, new_tokens=0 if plan.prefill else lacking)
+        worker = workers[first]
+        if plan.prefill is None:
+            work = self._work(job, job.output_tokens, began=lambda: self._began(job, work))
+        else:
+            ledger.start(plan.prefill, job.wire_id, new_tokens=lacking)
+            work = self._work(job, 0, began=lambda: self._prefilled(job, worker, work))
+        work.read = self._fetch(plan, worker)
+        self._arrive(job, worker, work)
+
+    def _now(self) -> float:
+        return self._timeline.now_s
+
+    def _arrive(self, job: Job, worker: SimWorker, work: Work) -> None:
         job.legs.append((worker, work))
         self._jobs[work] = job
+        self._arrived_s[work] = self._timeline.now_s
         worker.last_request = job.wire_id
         worker.arrive(work)
-        if predicted:
-            here = sum(
-                index not in work.request.fetched for index in range(len(work.request.blocks))
-            )
-            if here or self._cluster.spec.pool:
-                found = here * self._cluster.spec.block_tokens
-                self._router.feedback.found(worker.name, predicted=predicted, found=found)
 
     def _work(self, job: Job, output: int, *, began: Callable[[], None]) -> Work:
         background = job.view.urgency is RequestClass.BACKGROUND
@@ -137,7 +168,9 @@ class Dispatch:
 
     def _prefilled(self, job: Job, worker: SimWorker, work: Work) -> None:
         """The prompt is computed: hand it over."""
-        self._learn_prefill(job, worker, work)
+        self._note_prefill(job, work)
+        if job.course is not None:
+            job.course.prefilled(self._chunk(work))
         self._router.ledger.computed(worker.name, job.wire_id)
         self._router.ledger.finish(worker.name, job.wire_id)
         delay_s = self._cluster.timing.constants.hand_off_s
@@ -150,7 +183,7 @@ class Dispatch:
         target = self._cluster.workers.get(plan.decode)
         if target is None or target.failed:
             self._router.lose(plan.decode)
-            self._close_legs(job)
+            self._close(job, WorkerFailed("who was to decode is gone"))
             job.record.retries += 1
             self.submit(job)
             return
@@ -162,7 +195,7 @@ class Dispatch:
             release=lambda: source.leave(held),
             tail=True,
         )
-        self._arrive(job, target, work, 0)
+        self._arrive(job, target, work)
 
     def _fetch(self, plan: Plan, worker: SimWorker) -> Read | None:
         """What the plan wants read from a source that is not the worker's own pool."""
@@ -208,63 +241,83 @@ class Dispatch:
         assert plan is not None
         worker = next(worker for worker, one in job.legs if one is work)
         if plan.prefill is None:
-            self._learn_prefill(job, worker, work)
+            self._note_prefill(job, work)
             self._router.ledger.computed(worker.name, job.wire_id)
         else:
             usage = work.request.usage
             record.hand_off_bytes = (
                 0 if usage is None else usage.hand_off_tokens * self._cluster.timing.kv_token_bytes
             )
-            self._router.feedback.handed_over(job.wire_id, work.read_s or None, now_s=now_s)
         record.first_s = now_s
-        record.expected_s = self._router.feedback.first_token(plan, now_s - record.asked_s)
+        if job.course is not None:
+            chunk = self._chunk(work, handed_over=plan.prefill is not None)
+            job.course.came(chunk, now_s=now_s)
+            self._router.answering(worker, job.wire_id, lambda: work.made - 1)
         job.began()
 
-    def _learn_prefill(self, job: Job, worker: SimWorker, work: Work) -> None:
-        now_s, record, usage = self._timeline.now_s, job.record, work.request.usage
-        record.scheduled_s = work.scheduled_s
+    def _chunk(self, work: Work, *, handed_over: bool = False) -> GenerateChunk:
+        """What the worker tells with its first ids, or with the computed prompt."""
+        usage, timing = work.request.usage, None
+        if usage is not None and not handed_over:
+            # what was read from a peer's memory was read, like what the pool brought
+            usage = KvUsage.model_construct(
+                hbm_tokens=usage.hbm_tokens,
+                pool_tokens=usage.pool_tokens + usage.hand_off_tokens,
+                hand_off_tokens=0,
+                computed_tokens=usage.computed_tokens,
+                hand_off_bytes=0,
+                hand_off_failure=None,
+            )
+        elif usage is not None:
+            size = usage.hand_off_tokens * self._cluster.timing.kv_token_bytes
+            usage = usage.model_copy(update={"hand_off_bytes": size})
+        if work.scheduled_s is not None and work.computing_s is not None:
+            timing = Timing.model_construct(
+                prepared_s=work.scheduled_s - self._arrived_s[work],
+                queued_s=work.computing_s - work.scheduled_s,
+                prefill_s=self._timeline.now_s - work.computing_s,
+            )
+        ids = (0,) if work.output_tokens else ()
+        return GenerateChunk.model_construct(ids=ids, finish=None, usage=usage, timing=timing)
+
+    def _note_prefill(self, job: Job, work: Work) -> None:
+        record, usage = job.record, work.request.usage
+        record.scheduled_s, record.computing_s = work.scheduled_s, work.computing_s
         if usage is not None:
             record.hbm_tokens, record.pool_tokens = usage.hbm_tokens, usage.pool_tokens
             record.peer_tokens = usage.hand_off_tokens
             record.computed_tokens = usage.computed_tokens
-        plan = job.plan
-        if plan is not None and plan.fetches:
-            self._router.feedback.read(job.wire_id, work.read_s or None, now_s=now_s)
-        if work.scheduled_s is not None and work.computing_s is not None and usage is not None:
-            cached = job.view.prompt_tokens - usage.computed_tokens
-            self._router.feedback.prefilled(
-                worker.name, usage.computed_tokens, cached, now_s - work.computing_s, now_s=now_s
-            )
 
     def _ended(self, job: Job) -> None:
         now_s, record = self._timeline.now_s, job.record
         record.ended_s, record.output_tokens = now_s, job.output_tokens
-        self._router.feedback.answered(job.view, job.output_tokens, cut=record.aborted)
         worker, work = job.legs[-1]
-        if record.first_s is not None and job.output_tokens > 8:
-            rows, held = worker.last_step
-            pace_s = (now_s - record.first_s) / (job.output_tokens - 1)
-            self._router.feedback.stepped(worker.name, rows, held, pace_s, now_s=now_s)
+        if job.course is not None:
+            told = 1 + self._router.answered(worker, job.wire_id)
+            finish = None if record.aborted else FinishReason.STOP
+            rest = GenerateChunk.model_construct(
+                ids=(0,) * max(job.output_tokens - told, 0), finish=finish, usage=None, timing=None
+            )
+            job.course.came(rest, now_s=now_s)
         self._jobs.pop(work, None)
         job.closed = True
-        self._close_legs(job)
+        self._close(job)
         job.ended()
 
-    def _close_legs(self, job: Job) -> None:
-        now_s = self._timeline.now_s
+    def _close(self, job: Job, failure: Exception | None = None) -> None:
+        """The attempt is over: nothing of it stays anywhere."""
         legs, job.legs = job.legs, []
         for worker, work in legs:
             self._jobs.pop(work, None)
+            self._arrived_s.pop(work, None)
             if not worker.failed:
                 worker.leave(work)
+            self._router.answered(worker, job.wire_id)
             self._router.ledger.finish(worker.name, job.wire_id)
-        plan = job.plan
-        if plan is not None:
-            self._router.ledger.finish(plan.decode, job.wire_id)
-            if plan.fetches:
-                self._router.feedback.read(job.wire_id, None, now_s=now_s)
-            if plan.hand_off is not None:
-                self._router.feedback.handed_over(job.wire_id, None, now_s=now_s)
+        if job.plan is not None:
+            self._router.ledger.finish(job.plan.decode, job.wire_id)
+        attempt, job.open, job.course = job.open, ExitStack(), None
+        attempt.__exit__(*((None,) * 3 if failure is None else (type(failure), failure, None)))
 
     def _check(self, worker: SimWorker, job: Job) -> None:
         """What a worker answers at once: refused, full, or gone."""

@@ -22,6 +22,8 @@ class Record:
     workers: tuple[str, ...] = ()
     scheduled_s: float | None = None
     """When the first worker's scheduler got it, all reads done."""
+    computing_s: float | None = None
+    """When the first step with it began."""
     first_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0

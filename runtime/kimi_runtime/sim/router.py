@@ -1,108 +1,186 @@
-"""The simulated router: production's index, ledger and policy over virtual time. Pure.
+"""The simulated router: production's index, ledger, insight and decisions over virtual time. Pure.
 
-It knows the workers as a real one does: by their feeds, by load reports that are up to
-`load_interval_s` old, and by what it sent itself. Nothing here knows which policy decides.
+It knows the workers as a real one does: by their feeds, by load reports that come every
+`load_interval_s`, and by what it sent itself. Nothing here knows which policy decides.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from kimi_runtime.router.decisions import Decision, Decisions
+from kimi_runtime.router.insight import Front, Insight
 from kimi_runtime.router.ledger import Ledger, Load
-from kimi_runtime.router.plan import Plan
-from kimi_runtime.router.policies import open_policy
+from kimi_runtime.router.policies import open_policy, planner_of
 from kimi_runtime.router.view import KvSource, RequestView, WorkerView
 from kimi_runtime.sim.cluster import LAYOUT, REVISION, Cluster
-from kimi_runtime.sim.feedback import feedback_of
+from kimi_runtime.sim.features import Features
+from kimi_runtime.sim.timeline import Timer
 from kimi_runtime.sim.worker import SimWorker
 from kimi_runtime.spec.router import PolicySpec
-from kimi_runtime.spec.worker import Role
-from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo
+from kimi_runtime.umbp.feed import FeedLog, FollowState
 from kimi_runtime.umbp.index import Index
 
 ROUTER = "router"
 STALE_INTERVALS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One decision: the plan, and what it was made from."""
+@dataclass(slots=True)
+class Known:
+    """What the router keeps of one worker process."""
 
-    plan: Plan
-    views: dict[str, WorkerView]
+    info: WorkerInfo
+    answers: dict[str, Callable[[], int]] = field(default_factory=dict)
+    """By name, how many tokens of each answer have come."""
+    told: dict[str, int] = field(default_factory=dict)
+    timer: Timer | None = None
+    """When its next load report comes; None while it has nothing to do and would say the same."""
 
 
 class SimRouter:
     """Decides for requests, and keeps what it knows up to date."""
 
-    def __init__(self, cluster: Cluster, policy: PolicySpec) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, policy: PolicySpec, features: Features) -> None:
+        self._cluster, self._timeline = cluster, cluster.timeline
+        self._interval_s = cluster.spec.load_interval_s
+        self.features = features
         self.policy = open_policy(policy)
-        self.feedback = feedback_of(self.policy)
-        interval_s = cluster.spec.load_interval_s
-        self.ledger = Ledger(ROUTER, stale_after_s=STALE_INTERVALS * interval_s)
+        self.insight = Insight(planner_of(self.policy), load_interval_s=self._interval_s)
+        self.decisions = Decisions(self.policy, self.insight)
+        self.ledger = Ledger(ROUTER, stale_after_s=STALE_INTERVALS * self._interval_s)
         self.index = Index(max_owners=8192)
-        self.decisions = 0
-        self._reported_s: dict[str, float] = {}
+        self.decided = 0
+        self._known: dict[str, Known] = {}
         self._lost: set[str] = set()
 
-    def choose(self, request: RequestView, keys: Sequence[bytes]) -> Seen:
-        """Plan a request whose prompt's full blocks have these keys.
+    def decide(
+        self,
+        name: str,
+        request: RequestView,
+        keys: Sequence[bytes],
+        *,
+        attempt: int = 0,
+        fronts: Sequence[Front] = (),
+    ) -> Decision:
+        """Plan a request whose prompt's full blocks have these keys; DEFER is a plan too.
 
         Raises what the policy raises: Unavailable, Overloaded.
         """
-        now_s = self._cluster.timeline.now_s
-        self._listen(now_s)
+        now_s = self._timeline.now_s
+        asked, views = self.look(request, keys, fronts)
+        self.decided += 1
+        return self.decisions.decide(
+            name, asked, views, attempt=attempt, fronts=fronts, now_s=now_s
+        )
+
+    def look(
+        self, request: RequestView, keys: Sequence[bytes], fronts: Sequence[Front] = ()
+    ) -> tuple[RequestView, list[WorkerView]]:
+        """The request, and all workers for it, as they are known now."""
+        now_s = self._timeline.now_s
+        self._follow_all(now_s)
         held = self.index.prefix_runs(keys)
         names = list(self._cluster.workers)
         loads = self.ledger.loads(names, now_s=now_s)
-        views = {
-            name: self._view(self._cluster.workers[name], loads[name], held, now_s)
+        size = self._cluster.spec.block_tokens
+        cached = {name: held.get(name, 0) * size for name in names}
+        if self.features.siblings:
+            self.insight.promised(fronts, cached, now_s=now_s)
+        need_tokens = request.prompt_tokens + request.max_tokens
+        views = [
+            self._view(self._cluster.workers[name], loads[name], cached, held, need_tokens)
             for name in names
-        }
-        plan = self.policy.choose(
-            self._with_sources(request, held), list(views.values()), now_s=now_s
-        )
-        self.decisions += 1
-        return Seen(plan, views)
+        ]
+        if self.features.replication:
+            request = self.insight.request(request, fronts, cached, now_s=now_s)
+        return self._with_sources(request, held), views
+
+    def sent(self, worker: SimWorker) -> None:
+        """A request is about to go to `worker`: from now on it reports again."""
+        known = self._of(worker)
+        if known.timer is None:
+            self._report(worker)
+
+    def answering(self, worker: SimWorker, name: str, made: Callable[[], int]) -> None:
+        """An answer begins there, and `made` tells how far it is."""
+        self._of(worker).answers[name] = made
+
+    def answered(self, worker: SimWorker, name: str) -> int:
+        """The answer ended; how many of its tokens were already heard of."""
+        known = self._of(worker)
+        known.answers.pop(name, None)
+        return known.told.pop(name, 0)
 
     def lose(self, worker: str) -> None:
         """A request found the worker dead, or it left."""
         self._lost.add(worker)
-        self._reported_s.pop(worker, None)
+        known = self._known.pop(worker, None)
+        if known is not None and known.timer is not None:
+            known.timer.cancel()
         self.ledger.lost(worker)
         self.index.forget(worker)
-        self.feedback.gone(worker)
+        self.insight.gone(worker)
 
     def find(self, worker: str) -> None:
         """A worker is there, new or again."""
         self._lost.discard(worker)
 
-    def _with_sources(self, request: RequestView, held: dict[str, int]) -> RequestView:
-        spec, pools = self._cluster.spec, self._cluster.pools
-        if not spec.remote_pools or not pools:
-            return request
-        sources = tuple(
-            KvSource(name, pool.node, "dram", held[name] * spec.block_tokens)
-            for name, pool in pools.items()
-            if held.get(name)
-        )
-        return _replaced(request, sources) if sources else request
+    def holders(self, keys: Sequence[bytes]) -> Mapping[str, int]:
+        """How many leading blocks each owner is known to hold."""
+        return self.index.prefix_runs(keys)
 
-    def _listen(self, now_s: float) -> None:
-        """Load reports that are due, and what the feeds have told by now."""
-        interval_s = self._cluster.spec.load_interval_s
-        for name, worker in self._cluster.workers.items():
+    # load reports
+
+    def _of(self, worker: SimWorker) -> Known:
+        known = self._known.get(worker.name)
+        if known is None or known.info.epoch != worker.epoch:
+            known = self._known[worker.name] = Known(_info(worker, self._cluster))
+        return known
+
+    def _report(self, worker: SimWorker) -> None:
+        """A load report comes, and the next one is due unless it would say the same."""
+        known, now_s = self._of(worker), self._timeline.now_s
+        known.timer = None
+        if worker.failed or self._cluster.workers.get(worker.name) is not worker:
+            return
+        for name, made in known.answers.items():  # production hears of every token as it comes
+            more = made() - known.told.get(name, 0)
+            self.insight.answers.sampled(worker.name, name, more)
+            known.told[name] = known.told.get(name, 0) + more
+        report = worker.report()
+        if self.ledger.report(worker.name, report, now_s=now_s):
+            self.insight.reported(known.info, report, now_s=now_s)
+        known.timer = self._timeline.after(self._interval_s, partial(self._due, worker))
+
+    def _due(self, worker: SimWorker) -> None:
+        if worker.work or self.ledger.in_flight(worker.name):
+            self._report(worker)
+            return
+        known = self._of(worker)
+        self._report(worker)
+        if known.timer is not None:
+            known.timer.cancel()
+            known.timer = None
+
+    # feeds
+
+    def _follow_all(self, now_s: float) -> None:
+        for worker in self._cluster.workers.values():
             if worker.failed:
                 continue
             worker.sync()
-            self._follow(name, worker.feed)
-            if now_s - self._reported_s.get(name, float("-inf")) >= interval_s:
-                self._reported_s[name] = now_s
-                self.ledger.report(name, worker.report(), now_s=now_s)
-        for name, pool in self._cluster.pools.items():
-            self._follow(name, pool.feed)
+            self._follow(worker.name, worker.feed, now_s)
+            known = self._of(worker)
+            if known.timer is None:
+                # idle: what it said last still holds, as the reports that are left out would say
+                report = worker.report()
+                self.ledger.report(worker.name, report, now_s=now_s)
+                self.insight.reported(known.info, report, now_s=now_s)
+        for pool in self._cluster.pools.values():
+            self._follow(pool.name, pool.feed, now_s)
 
-    def _follow(self, owner: str, feed: FeedLog) -> None:
+    def _follow(self, owner: str, feed: FeedLog, now_s: float) -> None:
         epoch, after = self.index.resume_point(owner)
         if epoch == feed.epoch and after == feed.seq:
             return
@@ -111,21 +189,52 @@ class SimRouter:
             for page in feed.snapshot():
                 self.index.apply(owner, page)
             after = feed.seq
+        learns = self.insight.planner is not None and owner in self._cluster.workers
         while after < feed.seq:
             batch = feed.batch_after(after)
             if batch is None or not self.index.apply(owner, batch):
                 break
             after += len(batch.events)
+            if learns:
+                gone = [event.key for event in batch.events if event.op == "remove"]
+                if gone:
+                    keys = [bytes.fromhex(key) for key in gone if key is not None]
+                    self.insight.evicted(owner, keys, now_s=now_s)
+
+    # views
+
+    def _with_sources(self, request: RequestView, held: Mapping[str, int]) -> RequestView:
+        spec, pools = self._cluster.spec, self._cluster.pools
+        if not spec.remote_pools or not pools:
+            return request
+        sources = tuple(
+            KvSource(name, pool.node, "dram", held[name] * spec.block_tokens)
+            for name, pool in pools.items()
+            if held.get(name)
+        )
+        return replace(request, sources=sources) if sources else request
 
     def _view(
-        self, worker: SimWorker, load: Load, held: dict[str, int], now_s: float
+        self,
+        worker: SimWorker,
+        load: Load,
+        cached: Mapping[str, int],
+        held: Mapping[str, int],
+        need_tokens: int,
     ) -> WorkerView:
-        spec, name = self._cluster.spec, worker.name
-        size = spec.block_tokens
+        spec, name, now_s = self._cluster.spec, worker.name, self._timeline.now_s
+        exact = self.index.state(name) is FollowState.EXACT
+        facts = self.insight.facts(
+            self._of(worker).info,
+            load,
+            held=self.index.keys(name) if exact else None,
+            need_tokens=need_tokens,
+            now_s=now_s,
+        )
         return WorkerView(
             name=name,
             role=worker.role,
-            roles=(worker.role,) if worker.role is not Role.BOTH else tuple(Role),
+            roles=_roles(worker),
             revision=REVISION,
             layout=LAYOUT,
             ready=not worker.failed and name not in self._lost,
@@ -136,30 +245,56 @@ class SimRouter:
             queued_tokens=load.queued_tokens,
             free_blocks=load.free_blocks,
             total_blocks=self._cluster.total_blocks,
-            block_tokens=size,
+            block_tokens=spec.block_tokens,
             max_context_tokens=spec.max_context_tokens,
             grammar=True,
             logprobs=True,
-            cached_tokens=held.get(name, 0) * size,
-            pool_tokens=held.get(worker.node, 0) * size,
+            cached_tokens=cached[name],
+            pool_tokens=held.get(worker.node, 0) * spec.block_tokens,
+            kind=facts.kind,
             node=worker.node,
-            age_s=0.0,
+            age_s=facts.age_s,
             max_running=spec.max_running,
+            releases=facts.releases,
+            utilisation=facts.utilisation,
+            unused_blocks=facts.unused_blocks,
+            space_price_s=facts.space_price_s,
             fetches=spec.peers,
             streams=spec.streams,
         )
 
 
-def _replaced(request: RequestView, sources: tuple[KvSource, ...]) -> RequestView:
-    return RequestView(
-        prompt_tokens=request.prompt_tokens,
-        max_tokens=request.max_tokens,
-        session=request.session,
-        owners=request.owners,
-        tenant=request.tenant,
-        urgency=request.urgency,
-        starts_session=request.starts_session,
-        phase=request.phase,
-        moved_ago_s=request.moved_ago_s,
-        sources=sources,
+def _roles(worker: SimWorker) -> tuple[Role, ...]:
+    return (worker.role,) if worker.role is not Role.BOTH else tuple(Role)
+
+
+def _info(worker: SimWorker, cluster: Cluster) -> WorkerInfo:
+    """What the worker would tell of itself."""
+    spec = cluster.spec
+    able = Capabilities(
+        roles=_roles(worker),
+        per_request_roles=worker.role is Role.BOTH,
+        fetch_source=spec.peers,
+        layer_streaming=spec.streams > 1,
+        mid_decode_move=False,
+        grammar=True,
+        logprobs=True,
+    )
+    return WorkerInfo(
+        name=worker.name,
+        role=worker.role,
+        engine="sim",
+        epoch=worker.epoch,
+        revision=REVISION,
+        node=worker.node,
+        model=spec.model,
+        model_digest="sim",
+        layout=LAYOUT,
+        vocabulary_digest="sim",
+        block_tokens=spec.block_tokens,
+        block_bytes=spec.block_tokens * cluster.timing.kv_token_bytes,
+        max_context_tokens=spec.max_context_tokens,
+        total_blocks=cluster.total_blocks,
+        max_running=spec.max_running,
+        capabilities=able,
     )

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt
 
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.sim.cluster import ClusterEvent, ClusterSpec
+from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.report import Summary, rows, summary
 from kimi_runtime.sim.sessions import Workload
 from kimi_runtime.sim.traces import Format, read_trace
@@ -61,7 +62,7 @@ class Task(SpecModel):
     trace: TraceFile | None = Field(None, description="In place of drawn sessions.")
     lanes: PositiveInt | None = None
     events: tuple[ClusterEvent, ...] = ()
-    hints: bool = Field(False, description="Pools are told where sessions stand.")
+    features: Features = Field(Features(), description="What the router does besides choosing.")
 
 
 class Outcome(NamedTuple):
@@ -108,7 +109,7 @@ def simulate(
         policy_of(task.policy, task.cluster),
         seed=task.seed,
         events=task.events,
-        hints=task.hints,
+        features=task.features,
     )
     run = world.run(progress=progress)
     return Outcome(

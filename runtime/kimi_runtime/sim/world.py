@@ -16,6 +16,7 @@ from kimi_runtime.router.view import RequestClass, RequestView
 from kimi_runtime.sim.cluster import Cluster, ClusterEvent, ClusterSpec
 from kimi_runtime.sim.content import Content
 from kimi_runtime.sim.dispatch import Dispatch, Job
+from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
 from kimi_runtime.sim.sessions import Pause, Session, Turn, Workload
@@ -62,14 +63,15 @@ class World:
         *,
         seed: int,
         events: Sequence[ClusterEvent] = (),
-        hints: bool = False,
+        features: Features | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.cluster = Cluster(cluster, self.timeline, seed)
-        self.router = SimRouter(self.cluster, policy)
+        features = features or Features()
+        self.router = SimRouter(self.cluster, policy, features)
         self.dispatch = Dispatch(self.cluster, self.router)
         self.records: list[Record] = []
-        self._workload, self._hints = workload, hints
+        self._workload, self._hints = workload, features.hints
         self._waiting = deque(workload.sessions)
         self._open = 0
         self._spans: dict[str, tuple[float, float]] = {}

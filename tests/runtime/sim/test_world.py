@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.sim.cluster import ClusterEvent, ClusterSpec
+from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.report import summary
 from kimi_runtime.sim.sessions import Pause, Session, Turn, Workload
 from kimi_runtime.sim.tasks import BASELINES, OURS, policy_of
@@ -23,7 +24,12 @@ ALL = MIX.everything()
 def ran(cluster, workload, policy=OURS, *, events=(), seed=1, hints=False):
     """Run to the end, and see that nothing was lost on the way."""
     world = World(
-        cluster, workload, policy_of(policy, cluster), seed=seed, events=events, hints=hints
+        cluster,
+        workload,
+        policy_of(policy, cluster),
+        seed=seed,
+        events=events,
+        features=Features(hints=hints),
     )
     run = world.run()
     assert run.finished
