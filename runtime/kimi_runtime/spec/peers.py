@@ -2,10 +2,14 @@
 
 `POST /lend` pins blocks at their owner for as long as the reader says it needs, and answers where
 in the owner's memory they lie; the reader copies them by the transport that the region names,
-checks their tags and gives them back by `POST /give_back`.
+checks their tags and gives them back by `POST /give_back`. `POST /offer` asks a peer to take
+blocks, which it does in the same way if they are worth more than what it would lose for them.
 """
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from kimi_runtime.spec.base import ReportModel, SpecModel
 from kimi_runtime.spec.request import BlockKeyHex, RegionRef
@@ -21,6 +25,7 @@ class LendRequest(SpecModel):
     max_bytes: PositiveInt
     within_ms: PositiveInt = Field(description="Until then the reader has copied them.")
     tenant: str = "default"
+    reader: str = Field("", description="Who copies them for an engine; '' for an offer's sake.")
 
 
 class LentExtent(ReportModel):
@@ -76,3 +81,38 @@ class GiveBackAnswer(ReportModel):
     """Whether the pin held all the time."""
 
     held: bool
+
+
+OfferFate = Literal["taken", "held", "no_room", "absent", "failed", "late", "closed", "busy"]
+"""What became of an offered block: `held` is there already, `no_room` found nothing worth less, for
+`absent` the offerer had it no more, `closed` takers drain or do not know the offerer."""
+
+
+class OfferedBlock(SpecModel):
+    """A block and what is known of its use."""
+
+    key: BlockKeyHex
+    size: PositiveInt
+    worth: NonNegativeFloat = Field(
+        description="Seconds that a byte of it saves, as the offerer expects."
+    )
+    uses: NonNegativeInt
+    idle_ms: NonNegativeInt
+    tenant: str = "default"
+    priority: Annotated[int, Ge(0), Le(2)] = 1
+
+
+class OfferRequest(SpecModel):
+    """Take these from `owner`, who is in `epoch`, within a time."""
+
+    owner: str
+    epoch: NonNegativeInt
+    purpose: Literal["drain", "replica"]
+    blocks: tuple[OfferedBlock, ...] = Field(min_length=1, max_length=MAX_LEND_KEYS)
+    within_ms: PositiveInt
+
+
+class OfferAnswer(ReportModel):
+    """What became of each block, in the order of the offer."""
+
+    fates: tuple[OfferFate, ...]

@@ -15,9 +15,10 @@ def owner_to_ask(
     """
     able = [owner for owner, run in runs.items() if run and owner in usable]
     return max(
-        able, key=lambda owner: (runs[owner], -busy.get(owner, 0), _lot(owner, key)), default=None
+        able, key=lambda owner: (runs[owner], -busy.get(owner, 0), lot(owner, key)), default=None
     )
 
 
-def _lot(owner: str, key: bytes) -> bytes:
+def lot(owner: str, key: bytes) -> bytes:
+    """Rendezvous: the highest lot of a key gets it."""
     return hashlib.blake2b(owner.encode() + b"\0" + key, digest_size=8).digest()
