@@ -1,30 +1,31 @@
 """`kimistack sim`: deployments on paper, from the command line."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from kimi_runtime.errors import ConfigError, KimistackError
+from kimi_runtime.sim.command import clear, foreseen, read_json, show, write
+from kimi_runtime.sim.reports_cli import HtmlFile, compare, experiment, sections_of
 
 if TYPE_CHECKING:  # numpy and the planner are loaded once a command runs
+    from kimi_runtime.sim.saved import SavedRun
     from kimi_runtime.sim.tasks import Outcome, Task
-
-T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Simulate deployments: production's decisions over virtual time.",
 )
+
+app.command()(experiment)
+app.command()(compare)
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write figures and all requests.")
@@ -75,15 +76,17 @@ def run(
         bool, typer.Option("--hints", help="Pools are told where sessions stand.")
     ] = False,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
 ) -> None:
     """Run sessions of coding agents, or a trace, on a simulated cluster, and print what came."""
-    with _foreseen():
+    with foreseen():
         from kimi_runtime.sim.cluster import ClusterEvent, ClusterSpec
+        from kimi_runtime.sim.html import page
         from kimi_runtime.sim.report import markdown
         from kimi_runtime.sim.tasks import BASELINES, OURS, Task, policy_of
         from kimi_runtime.sim.workload import AgentMix
 
-        shape = _read(mix, TypeAdapter(AgentMix)) if mix is not None else AgentMix()
+        shape = read_json(mix, TypeAdapter(AgentMix)) if mix is not None else AgentMix()
         if everything:
             shape = shape.everything()
         changes = {"turns": turns, "gap_cap_s": gap_cap}
@@ -92,13 +95,17 @@ def run(
         )
         base = Task.model_validate(
             {
-                "cluster": _read(cluster, TypeAdapter(ClusterSpec)) if cluster else ClusterSpec(),
+                "cluster": read_json(cluster, TypeAdapter(ClusterSpec))
+                if cluster
+                else ClusterSpec(),
                 "sessions": sessions,
                 "mix": shape,
                 "trace": None if trace is None else {"path": trace, "format": trace_format},
                 "lanes": lanes,
                 "events": (
-                    () if events is None else _read(events, TypeAdapter(tuple[ClusterEvent, ...]))
+                    ()
+                    if events is None
+                    else read_json(events, TypeAdapter(tuple[ClusterEvent, ...]))
                 ),
                 "features": {"hints": hints},
             }
@@ -113,10 +120,15 @@ def run(
             for number in seed or [1]
             for name in names
         ]
-        outcomes = _all(tasks, jobs, keep=json_file is not None)
-        typer.echo(markdown([one.summary for one in outcomes]), nl=False)
+        kept = json_file is not None or html_file is not None
+        outcomes = _all(tasks, jobs, keep=kept)
+        text = markdown([one.summary for one in outcomes])
+        typer.echo(text, nl=False)
+        runs = _saved(tasks, outcomes) if kept else []
         if json_file is not None:
-            _write(json_file, tasks, outcomes)
+            _write_json(json_file, runs)
+        if html_file is not None:
+            write(html_file, page("Simulated runs", sections_of(text, runs)).encode())
 
 
 @app.command()
@@ -127,7 +139,7 @@ def calibrate(
     json_file: JsonFile = None,
 ) -> None:
     """Simulate every published MI355X point, and print how far off each is: fitted and held out."""
-    with _foreseen():
+    with foreseen():
         from kimi_runtime.sim.calibration import Compared, compared, errors
 
         typer.echo("| series | concurrency | tok/s | error | TTFT | error | TPOT | error |")
@@ -155,7 +167,7 @@ def calibrate(
                 )
         if json_file is not None:
             text = TypeAdapter(list[Compared]).dump_json(made, indent=1)
-            _write_bytes(json_file, text + b"\n")
+            write(json_file, text + b"\n")
 
 
 def _all(tasks: "Sequence[Task]", jobs: int, *, keep: bool) -> "list[Outcome]":
@@ -167,75 +179,39 @@ def _all(tasks: "Sequence[Task]", jobs: int, *, keep: bool) -> "list[Outcome]":
     if jobs == 1 or len(tasks) == 1:
         for number, task in enumerate(tasks):
             made.append(simulate(task, keep=keep, progress=_progress(task, number, len(tasks))))
-        _clear()
+        clear()
         return made
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
         for one in pool.map(act, tasks):
             made.append(one)
-            _show(f"{len(made)} of {len(tasks)} runs")
-    _clear()
+            show(f"{len(made)} of {len(tasks)} runs")
+    clear()
     return made
 
 
 def _progress(task: "Task", number: int, of: int) -> Callable[[int], None]:
     def tell(requests: int) -> None:
-        _show(f"run {number + 1} of {of} ({task.policy}, seed {task.seed}): {requests} requests")
+        show(f"run {number + 1} of {of} ({task.policy}, seed {task.seed}): {requests} requests")
 
     return tell
 
 
-def _show(text: str) -> None:
-    """One line on a terminal, rewritten; nothing where standard error is a file."""
-    if sys.stderr.isatty():
-        typer.echo(f"\r\x1b[K{text}", nl=False, err=True)
+def _saved(tasks: "Sequence[Task]", outcomes: "Sequence[Outcome]") -> "list[SavedRun]":
+    from kimi_runtime.sim.saved import SavedRun, rounded
 
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        typer.echo("\r\x1b[K", nl=False, err=True)
-
-
-def _write(path: Path, tasks: "Sequence[Task]", outcomes: "Sequence[Outcome]") -> None:
-    runs = [
-        {
-            "task": task.model_dump(mode="json"),
-            "summary": outcome.summary.model_dump(mode="json"),
-            "requests": outcome.requests,
-        }
+    return [
+        SavedRun(
+            task=task,
+            summary=outcome.summary.model_dump(mode="json"),
+            requests=[rounded(one) for one in outcome.requests],
+        )
         for task, outcome in zip(tasks, outcomes, strict=True)
     ]
-    _write_bytes(path, json.dumps({"runs": runs}).encode() + b"\n")
 
 
-def _write_bytes(path: Path, text: bytes) -> None:
-    try:
-        path.write_bytes(text)
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+def _write_json(path: Path, runs: "Sequence[SavedRun]") -> None:
+    from kimi_runtime.sim.saved import written
 
-
-def _read(path: Path, adapter: TypeAdapter[T]) -> T:
-    try:
-        return adapter.validate_json(path.read_bytes())
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
-    except ValidationError as exc:
-        raise ConfigError(f"{path}: {_places(exc)}") from exc
-
-
-def _places(exc: ValidationError) -> str:
-    errors = exc.errors(include_url=False, include_context=False)
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in errors)
-
-
-@contextmanager
-def _foreseen() -> Iterator[None]:
-    """What was foreseen becomes one line and an exit status."""
-    try:
-        yield
-    except ValidationError as exc:
-        typer.echo(f"kimistack: {_places(exc)}", err=True)
-        raise SystemExit(ConfigError.exit_code) from None
-    except KimistackError as exc:
-        typer.echo(f"kimistack: {' '.join(str(exc).split())}", err=True)
-        raise SystemExit(exc.exit_code) from None
+    made = [run.model_dump(mode="json", exclude={"scenario", "arm"}) for run in runs]
+    with written(path) as file:
+        file.write(json.dumps({"runs": made}).encode() + b"\n")
