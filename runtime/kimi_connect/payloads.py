@@ -21,6 +21,8 @@ from kimi_connect.wire import (
     HintKind,
     PinnedBlock,
     Priority,
+    Source,
+    Stretch,
     WireError,
     pack_text,
 )
@@ -37,6 +39,7 @@ _ITEM = struct.Struct(f"<{KEY_BYTES}sI")
 _GRANT = struct.Struct("<BQI")
 _PINNED = struct.Struct("<QIBI")
 _TAG = struct.Struct(f"<I{TAG_BYTES}s")
+_STRETCH = struct.Struct("<IBd")
 _HINT = struct.Struct(f"<{SESSION_BYTES}sBI{SESSION_BYTES}s")
 
 
@@ -68,6 +71,39 @@ def unpack_pin(payload: bytes) -> "tuple[list[bytes], float, str]":
     keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
     cursor.end()
     return keys, within_ms / 1e3, tenant
+
+
+def pack_quote(keys: "tuple[bytes, ...] | list[bytes]", block_bytes: int) -> bytes:
+    """QUOTE's payload: the run asked about, and about how large its blocks are."""
+    return U32.pack(block_bytes) + pack_keys(keys)
+
+
+def unpack_quote(payload: bytes) -> "tuple[list[bytes], int]":
+    """QUOTE's payload: the keys, and the bytes of a block."""
+    cursor = Cursor(payload)
+    (block_bytes,) = cursor.unpack(U32)
+    keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
+    cursor.end()
+    return keys, block_bytes
+
+
+def pack_quoted(stretches: "list[Stretch]") -> bytes:
+    """QUOTED's payload: the run there is, in stretches."""
+    body = b"".join(_STRETCH.pack(*stretch) for stretch in stretches)
+    return U32.pack(len(stretches)) + body
+
+
+def unpack_quoted(payload: bytes) -> "list[Stretch]":
+    """QUOTED's payload."""
+    cursor = Cursor(payload)
+    stretches: list[Stretch] = []
+    for _ in range(cursor.count(_STRETCH.size)):
+        blocks, source, seconds = _STRETCH.unpack(cursor.take(_STRETCH.size))
+        if not seconds >= 0:
+            raise WireError("a stretch takes no negative time")
+        stretches.append(Stretch(blocks, _member(Source, source), seconds))
+    cursor.end()
+    return stretches
 
 
 def pack_reserve(

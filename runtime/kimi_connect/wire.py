@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-VERSION = 3
+VERSION = 4
 MAX_PAYLOAD = 8 << 20
 KEY_BYTES = 16
 TAG_BYTES = 16
@@ -54,6 +54,8 @@ class Op(IntEnum):
     USED = 24
     HINT = 25
     SERVED = 26
+    QUOTE = 27
+    QUOTED = 28
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)
@@ -119,6 +121,22 @@ class HintKind(IntEnum):
     ENDED = 2
     COMPACTED = 3
     FORKED = 4
+
+
+class Source(IntEnum):
+    """Where the daemon would bring a block from."""
+
+    MEMORY = 0
+    SSD = 1
+    PEER = 2
+
+
+class Stretch(NamedTuple):
+    """`blocks` that follow each other in a run, and seconds until all are in the node's memory."""
+
+    blocks: int
+    source: Source
+    seconds: float
 
 
 def outcome_of(gap: Gap) -> Outcome:
