@@ -35,6 +35,11 @@ class Space:
         price = self._prices.get(worker)
         return 0.0 if price is None else price.per_block_s(now_s=now_s)
 
+    def per_block_second_s(self, worker: str, *, blocks: int, now_s: float) -> float:
+        """Seconds that holding one of the worker's `blocks` for a second costs others."""
+        price = self._prices.get(worker)
+        return 0.0 if price is None else price.per_block_second_s(blocks, now_s=now_s)
+
     def forget(self, worker: str) -> None:
         """The worker restarted or is gone."""
         self._prices.pop(worker, None)

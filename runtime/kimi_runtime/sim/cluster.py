@@ -144,6 +144,16 @@ class Cluster:
             raise ConfigError(f"no link {link!r}; there are {', '.join(sorted(self._nominal))}")
         self.links.set_rate(link, factor * self._nominal[link])
 
+    def copies_link(self, worker: SimWorker, share: float) -> str:
+        """What copies into a worker's memory pass besides: a share of its network link."""
+        name = f"{worker.name}/copies"
+        self._have(name, share * self.node_spec.nic.sustained_rate)
+        return name
+
+    def copies_rate(self, worker: SimWorker) -> float:
+        """Bytes per second that copies into the worker get at most."""
+        return self.links.rates[f"{worker.name}/copies"]
+
     def route(self, source: str, worker: SimWorker) -> tuple[str, ...]:
         """The links from a worker's or a pool's memory into a worker's."""
         pool = self.pools.get(source)

@@ -19,12 +19,13 @@ from kimi_runtime.errors import (
 from kimi_runtime.router.course import Course
 from kimi_runtime.router.decisions import Decision
 from kimi_runtime.router.insight import Front
-from kimi_runtime.router.plan import Fetch, Mode, NobodyNow, Plan
+from kimi_runtime.router.plan import Mode, NobodyNow, Plan
 from kimi_runtime.router.view import RequestClass, RequestView
 from kimi_runtime.sim.cluster import Cluster
 from kimi_runtime.sim.content import KnownChain
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
+from kimi_runtime.sim.sources import read_from
 from kimi_runtime.sim.work import Read, Work
 from kimi_runtime.sim.worker import SimWorker
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, KvUsage, Priority, Timing
@@ -201,39 +202,9 @@ class Dispatch:
         """What the plan wants read from a source that is not the worker's own pool."""
         for fetch in plan.fetches:
             if fetch.source != worker.node:
-                return self._read(fetch, worker)
+                until = fetch.end // self._cluster.spec.block_tokens
+                return read_from(self._cluster, fetch.source, worker, until=until)
         return None
-
-    def _read(self, fetch: Fetch, worker: SimWorker) -> Read | None:
-        until = fetch.end // self._cluster.spec.block_tokens
-        pool = self._cluster.pools.get(fetch.source)
-        if pool is not None:
-            pins: list[int] = []
-
-            def pin(keys: Sequence[bytes]) -> int:
-                number, held = pool.pin(keys, now_s=self._timeline.now_s)
-                pins.append(number)
-                return held
-
-            def unpin() -> None:
-                while pins:
-                    pool.unpin(pins.pop())
-
-            return Read("pool", self._cluster.route(pool.name, worker), pin, unpin, until)
-        peer = self._cluster.workers.get(fetch.source)
-        if peer is None or peer.failed:
-            return None
-        lent: list[int] = []
-
-        def lend(keys: Sequence[bytes]) -> int:
-            lent.extend(peer.lend(keys))
-            return len(lent)
-
-        def give_back() -> None:
-            blocks, lent[:] = lent[:], []
-            peer.give_back(blocks)
-
-        return Read("hand_off", self._cluster.route(peer.name, worker), lend, give_back, until)
 
     def _began(self, job: Job, work: Work) -> None:
         """The first token is there."""

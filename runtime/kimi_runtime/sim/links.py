@@ -66,6 +66,10 @@ class Links:
         self.rates[link] = rate
         self._share((link,))
 
+    def busy(self, link: str) -> bool:
+        """Whether anything is on it."""
+        return link in self._on
+
     @property
     def moving(self) -> int:
         """Transfers under way."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kimi_connect.wire import Grant, HintKind
+from kimi_connect.wire import Grant
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.retention import Hint, Retention
@@ -67,14 +67,6 @@ class SimPool:
         if self.pool.free_pages < QUIET_SHARE * self.blocks:
             self.pool.use(keys, now_s)
 
-    def hint(
-        self,
-        tenant: str,
-        session: bytes,
-        kind: HintKind,
-        keys: Sequence[bytes] = (),
-        *,
-        now_s: float,
-    ) -> None:
+    def hint(self, hint: Hint, *, now_s: float) -> None:
         """What the router knows of a session."""
-        self.pool.hint(Hint(tenant, session, kind, keys), now_s)
+        self.pool.hint(hint, now_s)

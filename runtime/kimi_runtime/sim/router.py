@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kimi_runtime.router.decisions import Decision, Decisions
-from kimi_runtime.router.insight import Front, Insight
+from kimi_runtime.router.insight import Front, Insight, kind_of
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.policies import open_policy, planner_of
 from kimi_runtime.router.view import KvSource, RequestView, WorkerView
@@ -126,9 +126,9 @@ class SimRouter:
         """A worker is there, new or again."""
         self._lost.discard(worker)
 
-    def holders(self, keys: Sequence[bytes]) -> Mapping[str, int]:
-        """How many leading blocks each owner is known to hold."""
-        return self.index.prefix_runs(keys)
+    def kind(self, worker: SimWorker) -> str:
+        """The kind of workers whose speeds it has."""
+        return kind_of(self._of(worker).info)
 
     # load reports
 

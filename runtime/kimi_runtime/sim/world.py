@@ -11,19 +11,26 @@ from dataclasses import dataclass, field
 
 from kimi_connect.wire import HintKind
 from kimi_runtime.errors import ConfigError
+from kimi_runtime.router.estimate.gaps import HUMAN
 from kimi_runtime.router.estimate.outputs import Phase
+from kimi_runtime.router.insight import Front
 from kimi_runtime.router.view import RequestClass, RequestView
+from kimi_runtime.sim.between import Between
+from kimi_runtime.sim.chance import log_normal, stream
 from kimi_runtime.sim.cluster import Cluster, ClusterEvent, ClusterSpec
 from kimi_runtime.sim.content import Content
 from kimi_runtime.sim.dispatch import Dispatch, Job
 from kimi_runtime.sim.features import Features
+from kimi_runtime.sim.gaps import Away
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
 from kimi_runtime.sim.sessions import Pause, Session, Turn, Workload
 from kimi_runtime.sim.timeline import Timeline
 from kimi_runtime.spec.router import PolicySpec
+from kimi_runtime.umbp.retention import Hint
 
-MOVED_HISTORY_S = 3600.0
+EXPECTED_SIGMA = 0.3
+"""How far off clients are with how long their tools take: the sd of the logarithm."""
 
 
 @dataclass(slots=True)
@@ -33,9 +40,13 @@ class _Running:
     session: Session
     content: Content
     turn: int = 0
+    inherited: int = 0
+    """Tokens of a parent's context that it began with."""
     owners: tuple[str, ...] = ()
     moved_s: float | None = None
     children: int = 0
+    served: str = ""
+    """Who answered last."""
     ended: Callable[[], None] | None = None
 
 
@@ -48,6 +59,8 @@ class Run:
     router: SimRouter
     makespan_s: float
     finished: bool
+    between: Between
+    """What was done around and between turns."""
     sessions_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Start and end of every session."""
 
@@ -71,7 +84,9 @@ class World:
         self.router = SimRouter(self.cluster, policy, features)
         self.dispatch = Dispatch(self.cluster, self.router)
         self.records: list[Record] = []
-        self._workload, self._hints = workload, features.hints
+        self.between = Between(self.cluster, self.router, features)
+        self._workload, self._features = workload, features
+        self._expected = stream(seed, "expected pauses")
         self._waiting = deque(workload.sessions)
         self._open = 0
         self._spans: dict[str, tuple[float, float]] = {}
@@ -107,12 +122,14 @@ class World:
 
         self.timeline.run(until_s, stop=stop)
         finished = not self._open and not self._waiting
+        self.between.close()
         return Run(
             self.records,
             self.cluster,
             self.router,
             self.timeline.now_s,
             finished,
+            self.between,
             self._spans,
         )
 
@@ -124,11 +141,12 @@ class World:
         content: Content | None = None,
         ended: Callable[[], None] | None = None,
     ) -> None:
+        inherited = 0 if content is None else content.tokens
         if content is None:
             content = Content(self.cluster.spec.block_tokens, tenant=session.tenant)
             content.extend(session.prefix, session.prefix_tokens)
         self._spans[session.name] = (self.timeline.now_s, math.inf)
-        self._ask(_Running(session, content, ended=ended))
+        self._ask(_Running(session, content, inherited=inherited, ended=ended))
 
     def _ask(self, running: _Running) -> None:
         session, number = running.session, running.turn
@@ -153,18 +171,38 @@ class World:
         made = turn.output_tokens
         if turn.aborted_after is not None:
             made, record.aborted = turn.aborted_after, True
-        view = self._view(running, turn, prompt_tokens)
-        # a client that leaves ends its answer there: the same as a shorter one
-        job = Job(
-            view,
-            with_answer.keys,
-            made,
-            record,
-            began=lambda: None,
-            ended=lambda: self._answered(running, turn, content, job),
+        fronts = self._fronts(running, content)
+        if not number:
+            self.router.insight.started(fronts, now_s=self.timeline.now_s)
+
+        def go() -> None:
+            # a client that leaves ends its answer there: the same as a shorter one
+            job = Job(
+                self._view(running, turn, prompt_tokens),
+                with_answer.keys,
+                made,
+                record,
+                began=lambda: None,
+                ended=lambda: self._answered(running, turn, content, job),
+                fronts=fronts,
+            )
+            self._hint(running, HintKind.ACTIVE, content.keys)
+            self.dispatch.submit(job)
+
+        self.between.asked(
+            session.name.encode(),
+            session.tenant,
+            tokens=with_answer.tokens,
+            urgency=_urgency(session),
+            continues=bool(number) or session.child,
+            go=go,
         )
-        self._hint(running, HintKind.ACTIVE, content.keys)
-        self.dispatch.submit(job)
+
+    def _fronts(self, running: _Running, content: Content) -> tuple[Front, ...]:
+        """What others may have in common with it: the system prompt, and a parent's history."""
+        size, session = self.cluster.spec.block_tokens, running.session
+        blocks = sorted({session.prefix_tokens // size, running.inherited // size} - {0})
+        return tuple((n * size, content.keys[n - 1]) for n in blocks if n <= len(content.keys))
 
     def _context(self, running: _Running, turn: Turn) -> Content:
         session, number = running.session, running.turn
@@ -195,7 +233,7 @@ class World:
             session=session.name.encode(),
             owners=running.owners,
             tenant=session.tenant,
-            urgency=RequestClass.BACKGROUND if session.background else RequestClass.INTERACTIVE,
+            urgency=_urgency(session),
             starts_session=running.turn == 0 and not session.child,
             phase=Phase.TOOL if turn.pause is Pause.TOOL else Phase.FINAL,
             moved_ago_s=None if moved_s is None else now_s - moved_s,
@@ -211,13 +249,13 @@ class World:
             if plan is not None:
                 if running.owners and plan.decode not in running.owners:
                     running.moved_s = self.timeline.now_s
-                running.owners = plan.workers
+                running.owners, running.served = plan.workers, plan.decode
         running.turn += 1
         if running.turn == len(session.turns) or record.refused is not None:
             self._end(running)
             return
-        self._hint(running, HintKind.PAUSED)
         running.children = len(turn.children) + 1
+        self._pause(running, turn, content)
 
         def one_done() -> None:
             running.children -= 1
@@ -227,10 +265,45 @@ class World:
         self.timeline.after(turn.pause_s, one_done)
         for child in turn.children:
             inherited = _inherit(child, session)
+            self._hint(running, HintKind.FORKED, content.keys, child=inherited.name.encode())
             self._start(inherited, content.copy(), one_done)
+
+    def _pause(self, running: _Running, turn: Turn, content: Content) -> None:
+        """The session's tools run, or a person thinks."""
+        expected_s = None
+        if self._features.expected_pauses and turn.pause is Pause.TOOL:
+            expected_s = log_normal(self._expected, max(turn.pause_s, 1e-3), EXPECTED_SIGMA)
+        self._hint(running, HintKind.PAUSED, expected_s=expected_s)
+
+        def moved(worker: str) -> None:
+            running.owners, running.served = (worker,), worker
+            running.moved_s = self.timeline.now_s
+
+        away = self._away(running, content, moved)
+        away.expected_s = expected_s
+        away.tool = HUMAN if turn.pause is Pause.HUMAN else "tool"
+        # subagents go on from what their parent has: it stays where it is while they run
+        self.between.paused(away, shared=bool(turn.children))
+
+    def _away(self, running: _Running, content: Content, moved: Callable[[str], None]) -> Away:
+        session, size = running.session, self.cluster.spec.block_tokens
+        others = max(session.prefix_tokens, running.inherited)
+        return Away(
+            session.name.encode(),
+            session.tenant,
+            "tool",
+            content,
+            -(-others // size),
+            running.served,
+            self.timeline.now_s,
+            running.turn,
+            running.moved_s,
+            moved,
+        )
 
     def _end(self, running: _Running) -> None:
         session = running.session
+        self.between.ended(self._away(running, running.content, lambda _worker: None))
         start_s, _ = self._spans[session.name]
         self._spans[session.name] = (start_s, self.timeline.now_s)
         self._hint(running, HintKind.ENDED)
@@ -254,12 +327,21 @@ class World:
                 high = middle - 1
         return low * content.block_tokens
 
-    def _hint(self, running: _Running, kind: HintKind, keys: Sequence[bytes] = ()) -> None:
-        if self._hints:
+    def _hint(
+        self,
+        running: _Running,
+        kind: HintKind,
+        keys: Sequence[bytes] = (),
+        *,
+        expected_s: float | None = None,
+        child: bytes = b"",
+    ) -> None:
+        if self._features.hints:
             session = running.session
+            name = session.name.encode()
+            told = Hint(session.tenant, name, kind, keys, expected_s, child)
             for pool in self.cluster.pools.values():
-                name = session.name.encode()
-                pool.hint(session.tenant, name, kind, keys, now_s=self.timeline.now_s)
+                pool.hint(told, now_s=self.timeline.now_s)
 
     # the cluster
 
@@ -276,7 +358,7 @@ class World:
         match event.kind:
             case "fail":
                 lost = workers[target].fail()
-                self.router.lose(target)
+                self._lose(target)
                 self.dispatch.failed(lost)
             case "recover":
                 if workers[target].failed:
@@ -284,17 +366,27 @@ class World:
                     self.router.find(target)
             case "drain" | "resume":
                 workers[target].draining = event.kind == "drain"
+                if event.kind == "drain":
+                    self.between.drained(target)
             case "add":
                 self.cluster.add(target, event.role)
                 self.router.find(target)
             case "remove":
                 lost = workers[target].fail()
                 self.cluster.remove(target)
-                self.router.lose(target)
+                self._lose(target)
                 self.router.ledger.forget(target)
                 self.dispatch.failed(lost)
             case "link":
                 self.cluster.scale_link(target, event.factor)
+
+    def _lose(self, worker: str) -> None:
+        self.between.lost(worker)
+        self.router.lose(worker)
+
+
+def _urgency(session: Session) -> RequestClass:
+    return RequestClass.BACKGROUND if session.background else RequestClass.INTERACTIVE
 
 
 def _inherit(child: Session, parent: Session) -> Session:

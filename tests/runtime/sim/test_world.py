@@ -19,17 +19,21 @@ SMALL = ClusterSpec(workers=2, hbm_tokens=400_000, pool="2GB")
 PAIRS = ClusterSpec(workers=0, prefill=2, decode=2, hbm_tokens=400_000, pool="2GB")
 MIX = AgentMix(turns=4, prefix_tokens=4_000, first_median=4_000.0, context_cap=60_000)
 ALL = MIX.everything()
+NOTHING = Features()
+EVERYTHING = Features(
+    admission=True,
+    hints=True,
+    expected_pauses=True,
+    demote=True,
+    prefetch=True,
+    moves=True,
+)
 
 
-def ran(cluster, workload, policy=OURS, *, events=(), seed=1, hints=False):
+def ran(cluster, workload, policy=OURS, *, events=(), seed=1, features=NOTHING):
     """Run to the end, and see that nothing was lost on the way."""
     world = World(
-        cluster,
-        workload,
-        policy_of(policy, cluster),
-        seed=seed,
-        events=events,
-        features=Features(hints=hints),
+        cluster, workload, policy_of(policy, cluster), seed=seed, events=events, features=features
     )
     run = world.run()
     assert run.finished
@@ -42,6 +46,8 @@ def ran(cluster, workload, policy=OURS, *, events=(), seed=1, hints=False):
         pool.pool.check_integrity()
         assert not pool.pool.open_pins
     assert not world.cluster.links.moving
+    assert run.between.admission is None or not run.between.admission.queue.used_tokens
+    assert not run.between.keeper.away
     assert not run.router.ledger.total_in_flight
     return run
 
@@ -151,10 +157,50 @@ def test_hints_and_pools_bring_hits_that_engines_alone_do_not_have():
     tight = SMALL.model_copy(update={"hbm_tokens": 100_000, "pool": 20 * 10**9})
     alone = tight.model_copy(update={"pool": 0, "peers": False})
     workload = agents(12, 1, MIX)
-    pooled = summary(ran(tight, workload, "least_load", hints=True), policy="", seed=1)
+    pooled = summary(
+        ran(tight, workload, "least_load", features=Features(hints=True)), policy="", seed=1
+    )
     without = summary(ran(alone, workload, "least_load"), policy="", seed=1)
     assert pooled.prompt_tokens.pool > 0
     assert pooled.prompt_tokens.computed < without.prompt_tokens.computed
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        Features(admission=True, oversubscribe=0.7),
+        Features(hints=True, expected_pauses=True, demote=True, prefetch=True),
+        Features(moves=True),
+        Features(moves=True, moves_keep_context=False),
+        Features(siblings=False, replication=False),
+        EVERYTHING,
+    ],
+    ids=["admission", "gaps", "moves", "moves that lose", "fewer", "everything"],
+)
+def test_every_part_of_the_router_can_be_left_out(features):
+    tight = SMALL.model_copy(update={"workers": 3, "hbm_tokens": 80_000})
+    workload = agents(10, 3, ALL)
+    run = ran(tight, workload, features=features)
+    assert len(run.records) == workload.turns
+    assert all(one.refused is None and one.ended_s is not None for one in run.records)
+
+
+def test_sessions_leave_a_draining_worker_with_their_context():
+    events = (ClusterEvent(at_s=60, kind="drain", target="w0"),)
+    cluster = SMALL.model_copy(update={"pool": 0, "peers": False})
+    workload = agents(12, 1, MIX)
+    kept, lost = (
+        ran(cluster, workload, events=events, features=Features(moves=True, moves_keep_context=one))
+        for one in (True, False)
+    )
+    assert kept.between.mover.done
+    assert kept.between.copies.moved_bytes
+    assert not lost.between.copies.moved_bytes
+
+    def computed(run):
+        return sum(one.computed_tokens for one in run.records)
+
+    assert computed(kept) < computed(lost)
 
 
 @settings(max_examples=10, deadline=None)
@@ -164,8 +210,9 @@ def test_hints_and_pools_bring_hits_that_engines_alone_do_not_have():
     fails_s=st.floats(1, 80),
     pairs=st.booleans(),
     tight=st.booleans(),
+    features=st.sampled_from([NOTHING, EVERYTHING]),
 )
-def test_whatever_fails_when_every_request_ends(seed, policy, fails_s, pairs, tight):
+def test_whatever_fails_when_every_request_ends(seed, policy, fails_s, pairs, tight, features):
     cluster = PAIRS if pairs else SMALL
     if tight:
         cluster = cluster.model_copy(update={"hbm_tokens": 70_000})
@@ -176,5 +223,7 @@ def test_whatever_fails_when_every_request_ends(seed, policy, fails_s, pairs, ti
         ClusterEvent(at_s=fails_s + 9, kind="drain", target=target),
         ClusterEvent(at_s=fails_s + 20, kind="resume", target=target),
     )
-    run = ran(cluster, agents(8, seed, ALL), policy, events=events, seed=seed)
+    workload = agents(8, seed, ALL)
+    run = ran(cluster, workload, policy, events=events, seed=seed, features=features)
+    assert len(run.records) == workload.turns
     assert all(one.ended_s is not None for one in run.records)

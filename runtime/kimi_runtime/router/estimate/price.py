@@ -51,6 +51,12 @@ class SpacePrice:
         self._fade(now_s)
         return self._lost_s / max(self._taken, 1.0)
 
+    def per_block_second_s(self, blocks: int, *, now_s: float) -> float:
+        """Seconds that holding one of `blocks` for a second costs: a block that is held for as long
+        as the memory takes to turn over keeps one other out of it.
+        """
+        return self.per_block_s(now_s=now_s) * self._taken / (SMOOTHING_S * max(blocks, 1))
+
     def _fade(self, now_s: float) -> None:
         if self._at_s is not None and now_s > self._at_s:
             kept = math.exp((self._at_s - now_s) / SMOOTHING_S)
