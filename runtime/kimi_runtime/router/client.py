@@ -29,7 +29,7 @@ from kimi_runtime.errors import (
     WorkerFailed,
 )
 from kimi_runtime.spec.request import ErrorBody, GenerateChunk, GenerateRequest
-from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
+from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage, HintBatch
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 from kimi_runtime.umbp.feed import decode_line
 
@@ -78,6 +78,13 @@ class PeerClient:
         limits = aiohttp.ClientTimeout(total=RELEASE_S, connect=CONNECT_S)
         path = f"/handoff/{quote(ticket, safe='')}/release"
         async with self._call("POST", path, b"", limits, {TRACE_HEADER: trace_id}) as response:
+            await response.read()
+
+    async def hint(self, batch: HintBatch, *, within_s: float) -> None:
+        """`POST /hint`: tell a pool where sessions stand."""
+        limits = aiohttp.ClientTimeout(total=within_s, connect=min(CONNECT_S, within_s))
+        body = batch.model_dump_json(exclude_defaults=True).encode()
+        async with self._call("POST", "/hint", body, limits) as response:
             await response.read()
 
     async def generate(

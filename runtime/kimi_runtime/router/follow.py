@@ -55,6 +55,14 @@ class Feeds:
         """Names of everybody who is followed."""
         return list(self._clients)
 
+    def pools_of(self, node: str) -> set[str]:
+        """The pools that a worker on the node uses; of one that names no node any may be."""
+        return self._pools & {node} if node else set(self._pools)
+
+    def pool(self, name: str) -> PeerClient | None:
+        """The pool's client; None if it is not one of ours."""
+        return self._clients.get(name) if name in self._pools else None
+
     def states(self) -> dict[str, FollowState]:
         """How far each owner's copy can be trusted."""
         return {name: self._index.state(name) for name in self._clients}
@@ -76,14 +84,13 @@ class Feeds:
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Tokens of the prompt's leading run, by worker: in its own memory, and in its pool.
 
-        That is the one named after its node; of a worker without a node any may be.
+        See `pools_of`.
         """
         runs = {geometry: self._index.prefix_runs(run) for geometry, run in keys.items()}
         own, pooled = {}, {}
         for worker, geometry in geometries.items():
             held = runs[geometry]
-            node = nodes.get(worker, "")
-            pools = self._pools & {node} if node else self._pools
+            pools = self.pools_of(nodes.get(worker, ""))
             in_pool = max((held.get(pool, 0) for pool in pools), default=0)
             own[worker] = held.get(worker, 0) * geometry.block_tokens
             pooled[worker] = in_pool * geometry.block_tokens

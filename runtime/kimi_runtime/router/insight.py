@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from kimi_runtime.router.answers import Answers
 from kimi_runtime.router.cost.learn import Learning
+from kimi_runtime.router.estimate.gaps import Gaps
 from kimi_runtime.router.estimate.heat import FADING_S, PrefixHeat
-from kimi_runtime.router.estimate.outputs import Length
+from kimi_runtime.router.estimate.outputs import Length, Phase
 from kimi_runtime.router.ledger import Load
 from kimi_runtime.router.reports import Reports
 from kimi_runtime.router.sessions import Geometry
@@ -55,6 +56,7 @@ class Insight:
         self.learning = None if planner is None else Learning(planner)
         self.answers, self.space = Answers(), Space()
         self.siblings = Siblings()
+        self.gaps = Gaps() if planner is None else planner.models.gaps
         self._reports, self._heat = Reports(), PrefixHeat()
         self._fresh_s = FRESH_INTERVALS * load_interval_s
 
@@ -140,10 +142,13 @@ class Insight:
 
     def expected_length(self, request: RequestView) -> Length | None:
         """Of the request's answer."""
+        return self.length(request.session, request.phase, limit=request.max_tokens)
+
+    def length(self, session: bytes, phase: Phase, *, limit: int) -> Length | None:
+        """Of the session's next answer; None for a policy that does not learn it."""
         if self.planner is None:
             return None
-        outputs = self.planner.models.outputs
-        return outputs.expect(request.session, request.phase, limit=request.max_tokens)
+        return self.planner.models.outputs.expect(session, phase, limit=limit)
 
     def _releases(
         self, planner: "Planner", info: WorkerInfo, load: Load, *, now_s: float

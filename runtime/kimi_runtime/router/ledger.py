@@ -104,6 +104,23 @@ class Ledger:
         """Requests of this router at all workers now, each leg counted."""
         return sum(len(state.entries) for state in self._workers.values())
 
+    def share(self, workers: Iterable[str]) -> float:
+        """The part of the workers' memory that this replica's sessions may use; above 0, at most 1.
+
+        Replicas don't know each other, but each worker reports whose requests it has. With `own`
+        of n requests from k replicas it is (own + 1) / (n + k): all of it for a single replica.
+        """
+        own, others = 0, 0
+        replicas = {self._router}
+        for name in workers:
+            state = self._state(name)
+            own += len(state.entries)
+            if state.report is not None:
+                theirs = {r: n for r, n in state.report.in_flight.items() if r != self._router}
+                replicas |= theirs.keys()
+                others += sum(theirs.values())
+        return (own + 1) / (own + others + len(replicas))
+
     def loads(self, workers: Iterable[str], *, now_s: float) -> dict[str, Load]:
         """The load of each worker; uncertain ones by the average of the others."""
         names = list(workers)

@@ -11,6 +11,7 @@ from kimi_runtime import clock
 from kimi_runtime.auth import read_call_key
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.router.admission import Admission
+from kimi_runtime.router.capacity import kv_capacity
 from kimi_runtime.router.client import PeerClient
 from kimi_runtime.router.course import Outcome
 from kimi_runtime.router.decisions import Decision, Decisions
@@ -19,18 +20,22 @@ from kimi_runtime.router.dispatch import Dispatcher
 from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.explain.log import ExplainLog
 from kimi_runtime.router.follow import Feeds
+from kimi_runtime.router.hints import Hints
 from kimi_runtime.router.insight import Facts, Insight, fronts_of
 from kimi_runtime.router.job import Job
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.membership import Membership
 from kimi_runtime.router.observations import Observations
 from kimi_runtime.router.parking import Parking
+from kimi_runtime.router.pauses import Pauses
 from kimi_runtime.router.policies import open_policy, planner_of
 from kimi_runtime.router.readiness import Readiness
+from kimi_runtime.router.session_gate import SessionGate
 from kimi_runtime.router.sessions import Sessions, Turn
+from kimi_runtime.router.turns import Turns
 from kimi_runtime.router.view import RequestClass, RequestView, WorkerView
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, Grammar, Sampling
-from kimi_runtime.spec.router import RouterSpec
+from kimi_runtime.spec.router import Cost, RouterSpec
 from kimi_runtime.spec.signals import RouterSignals
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 from kimi_runtime.umbp.keys import pool_key_of
@@ -42,6 +47,7 @@ MAX_SESSION_IDS = 64_000_000
 """256 MB of ids; 640 sessions of 100k tokens."""
 PROBE_TENANT = PROBE_TRACE = "readyz"
 PROBE_S = 10.0
+EXPIRE_S = 30.0
 
 
 class Router:
@@ -93,6 +99,22 @@ class Router:
             max_sessions=MAX_SESSIONS,
             max_ids=MAX_SESSION_IDS,
         )
+        admits = spec.sessions.enabled
+        self.gate = SessionGate(
+            spec.sessions,
+            lambda: kv_capacity(self.fleet, self.ledger),
+            enabled=isinstance(spec.policy, Cost) if admits is None else admits,
+        )
+        self.hints = Hints(self.feeds.pool)
+        self.turns = Turns(
+            self.gate,
+            Pauses(self.insight.gaps, self.hints.tell, self._pseudonym),
+            fleet=self.fleet,
+            feeds=self.feeds,
+            insight=self.insight,
+            name=self._pseudonym,
+            hold_s=spec.sessions.hold,
+        )
         self.dispatcher = Dispatcher(
             router=spec.name,
             fleet=self.fleet,
@@ -115,8 +137,9 @@ class Router:
         grammar_required: bool = False,
         urgency: RequestClass = RequestClass.INTERACTIVE,
         phase: Phase = Phase.TOOL,
+        deadline_s: float | None = None,
     ) -> Job:
-        """The work that a turn asks for, due `request_deadline` from now."""
+        """The work that a turn asks for, due by `deadline_s`, or `request_deadline` from now."""
         geometries = set(self.fleet.geometries.values())
         keys = {geometry: self.sessions.keys(turn, geometry) for geometry in geometries}
         fronts = fronts_of(turn.ends.values(), keys)
@@ -137,7 +160,9 @@ class Router:
             phase=phase,
             moved_s=turn.session.moved_s,
             fronts=fronts,
-            deadline_s=clock.now_s() + self.spec.request_deadline,
+            deadline_s=clock.now_s() + self.spec.request_deadline
+            if deadline_s is None
+            else deadline_s,
             retry_window_s=self.spec.retry_window,
         )
 
@@ -202,6 +227,7 @@ class Router:
         self._epochs = present
         self.readiness.wake()
         self.parking.look()
+        self.gate.wake()
 
     async def probe(self) -> None:
         """Let a worker generate one id for `/readyz`; raises what a client would get."""
@@ -222,6 +248,12 @@ class Router:
             async for chunk in chunks:
                 if chunk.finish is not None and chunk.finish is not FinishReason.CANCELLED:
                     return
+
+    async def forget_silent(self) -> None:
+        """Give up sessions that nobody came back to, until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRE_S)
+            self.turns.expire()
 
     def _reported(self, info: WorkerInfo, report: LoadReport) -> None:
         self.insight.reported(info, report, now_s=clock.now_s())
@@ -278,6 +310,9 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
                 for owner in router.feeds.owners
             ),
             tasks.create_task(router.readiness.watch(), name="readiness"),
+            tasks.create_task(router.gate.watch(), name="session gate"),
+            tasks.create_task(router.hints.run(), name="hints"),
+            tasks.create_task(router.forget_silent(), name="forget silent sessions"),
         ]
         if router.explain is not None:
             watchers.append(tasks.create_task(router.explain.run(), name="explain"))

@@ -45,7 +45,7 @@ class Session:
     """Digest of everything up to a message's end -> how many ids of `ids` that is."""
     owners: tuple[str, ...] = ()
     keys: Mapping[Geometry, Sequence[bytes]] = field(default_factory=dict)
-    """Of the last prompt's full blocks, a front of `ids`."""
+    """Of the full blocks of `ids`."""
     turns: int = 0
     moved_s: float | None = None
     """When all its owners last changed."""
@@ -68,6 +68,8 @@ class Turn:
     continues: bool
     reencoded: bool
     """The session's newest output was resent with another text, so its ids were given up."""
+    parent: Session | None = None
+    """Of a new session: the one that `kept_tokens` are known from."""
 
 
 class Sessions:
@@ -115,6 +117,7 @@ class Sessions:
             known_keys={} if origin is None else origin.keys,
             continues=continues,
             reencoded=continues and kept < max(session.ends.values(), default=0),
+            parent=None if continues else origin,
         )
 
     def keys(self, turn: Turn, geometry: Geometry) -> list[bytes]:
@@ -122,18 +125,8 @@ class Sessions:
 
         They are the same for equal ids, geometry and tenant, whoever computes them.
         """
-        size = geometry.block_tokens
-        keys = list(turn.known_keys.get(geometry, ())[: turn.kept_tokens // size])
-        parent = root_key(
-            self._pool_key,
-            model_digest=geometry.model_digest,
-            layout=geometry.layout,
-            tenant=turn.session.tenant,
-        )
-        if keys:
-            parent = keys[-1]
-        new_ids = turn.ids[len(keys) * size :]
-        return keys + block_keys(self._pool_key, parent, new_ids, size)
+        known = turn.known_keys.get(geometry, ())[: turn.kept_tokens // geometry.block_tokens]
+        return self._grown(known, turn.ids, geometry, turn.session.tenant)
 
     def end(
         self,
@@ -160,7 +153,10 @@ class Sessions:
         if session.owners and not {*owners} & {*session.owners}:
             session.moved_s = now_s
         session.owners, session.turns = tuple(owners), session.turns + 1
-        session.keys = keys
+        session.keys = {
+            geometry: self._grown(known, session.ids, geometry, session.tenant)
+            for geometry, known in keys.items()
+        }
         self.kept += not turn.reencoded and turn.continues
         self.reencoded += turn.reencoded
         self._link(session)
@@ -168,6 +164,20 @@ class Sessions:
             self.total_ids > self._max_ids and len(self._sessions) > 1
         ):
             self._unlink(next(iter(self._sessions.values())))
+
+    def _grown(
+        self, known: Sequence[bytes], ids: Sequence[int], geometry: Geometry, tenant: str
+    ) -> list[bytes]:
+        """The keys of all full blocks of `ids`, of which the first are `known`."""
+        keys, size = list(known), geometry.block_tokens
+        parent = root_key(
+            self._pool_key,
+            model_digest=geometry.model_digest,
+            layout=geometry.layout,
+            tenant=tenant,
+        )
+        new_ids = ids[len(keys) * size :]
+        return keys + block_keys(self._pool_key, keys[-1] if keys else parent, new_ids, size)
 
     def _digests(self, tenant: str, rendered: Rendered) -> tuple[list[tuple[bytes, int]], bytes]:
         digest = hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).digest()

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kimi_runtime.protocol.chat import CallEnded, ContentDelta, OutputEvent
+from kimi_runtime.protocol.chat import CallEnded, CallStarted, ContentDelta, OutputEvent
 from kimi_runtime.protocol.incremental import Detokenizer, StopStrings
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.router.job import Job
@@ -96,6 +96,8 @@ class Answer:
     one_call: bool = False
     finish: Finish = "stop"
     completion_tokens: int = 0
+    tools: list[str] = field(default_factory=list)
+    """Names of the tools called so far."""
     _stop: StopStrings = field(init=False)
     _undecided: list[TokenLogprob] = field(default_factory=list)
 
@@ -146,6 +148,7 @@ class Answer:
             events, logprobs = self._one_by_one(chunk.logprobs)
         else:
             events, logprobs = self.parser.feed(chunk.ids), []
+        self.tools += [event.name for event in events if isinstance(event, CallStarted)]
         if self.one_call and any(isinstance(event, CallEnded) for event in events):
             return Part(tuple(self._shown(events)), tuple(logprobs)), True
         part = Part(tuple(self._shown(events)), tuple(logprobs))

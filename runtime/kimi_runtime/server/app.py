@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from kimi_runtime.auth import OPEN_PATHS
-from kimi_runtime.errors import ConfigError, Unauthorized, Unavailable
+from kimi_runtime.errors import ConfigError, NotFound, Unauthorized, Unavailable
 from kimi_runtime.protocol.codec_k2 import K2Codec
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.router.service import Router
@@ -99,6 +99,14 @@ def router_app(router: Router, codec: K2Codec, keys: ApiKeys) -> FastAPI:
 
     app.add_route("/v1/chat/completions", api.chat_completions, ["POST"])
     app.add_route("/v1/completions", api.completions, ["POST"])
+
+    async def end_session(request: Request) -> Response:
+        name = request.path_params["name"]
+        if not router.turns.end(request.scope["kimistack.tenant"], name):
+            raise NotFound(f"no conversation is called {name[:100]!r} here", param="name")
+        return Response(status_code=204)
+
+    app.add_route("/v1/sessions/{name:path}", end_session, ["DELETE"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{name:path}", model, ["GET"])
     app.add_route("/healthz", healthz, ["GET"])

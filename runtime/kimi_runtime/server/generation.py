@@ -69,28 +69,38 @@ class Generations:
             limits=Limits(router.fleet.max_context_tokens, router.spec.default_max_tokens),
             vocabulary_size=router.vocabulary.size,
         )
-        job = router.job(
-            turn,
-            trace_id=caller.trace.id,
-            sampling=sampling,
-            grammar=ask.grammar,
-            grammar_required=ask.grammar_required,
-            urgency=urgency_of(wanted),
-            phase=ask.phase,
-        )
-        answer = Answer(
-            router=router,
-            turn=turn,
-            job=job,
-            parser=ask.parser,
-            stops=stops_of(wanted),
-            pending=ask.rendered.pending,
-            one_call=ask.one_call,
-        )
-        try:
-            yield answer
-        finally:
-            self._note(answer, caller)
+        deadline_s = started_s + router.spec.request_deadline
+        urgency, limit = urgency_of(wanted), sampling.max_tokens
+        stops = stops_of(wanted)
+        async with router.turns.taken(
+            turn, max_tokens=limit, deadline_s=deadline_s, urgency=urgency, phase=ask.phase
+        ) as place:
+            job = router.job(
+                turn,
+                trace_id=caller.trace.id,
+                sampling=sampling,
+                grammar=ask.grammar,
+                grammar_required=ask.grammar_required,
+                urgency=urgency,
+                phase=ask.phase,
+                deadline_s=deadline_s,
+            )
+            answer = Answer(
+                router=router,
+                turn=turn,
+                job=job,
+                parser=ask.parser,
+                stops=stops,
+                pending=ask.rendered.pending,
+                one_call=ask.one_call,
+            )
+            caller.trace.fields["admission_s"] = place.waited_s
+            try:
+                yield answer
+            finally:
+                if answer.completion_tokens:
+                    place.answered(answer.tools)
+                self._note(answer, caller)
         router.admission.served(clock.now_s() - started_s)
 
     async def parts(self, answer: Answer) -> AsyncGenerator[Part, None]:

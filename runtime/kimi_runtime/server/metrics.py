@@ -14,6 +14,7 @@ from kimi_runtime.router.job import Journey
 from kimi_runtime.router.service import Router
 from kimi_runtime.server.answer import Usage
 from kimi_runtime.server.asgi import Trace
+from kimi_runtime.server.session_metrics import session_metrics
 from kimi_runtime.spec.request import KvUsage
 from kimi_runtime.spec.signals import RouterSignals
 from kimi_runtime.umbp.feed import FollowState
@@ -229,6 +230,7 @@ class _RouterState:
         turns.add_metric(["kept"], sessions.kept)
         turns.add_metric(["reencoded"], sessions.reencoded)
         yield turns
+        yield from session_metrics(router)
 
 
 def _fleet_metrics(signals: RouterSignals) -> Iterable[Metric]:

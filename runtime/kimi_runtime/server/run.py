@@ -57,10 +57,11 @@ async def run_worker(spec: WorkerSpec) -> None:
 async def run_umbp(spec: UmbpSpec) -> None:
     """A pool daemon until SIGTERM."""
     logs.configure(spec.name, spec.log_level)
+    from kimi_runtime.router.reuse import gap_reuse
     from kimi_runtime.umbp.daemon import serve
 
     async with asyncio.TaskGroup() as tasks:
-        daemon = tasks.create_task(serve(spec), name="umbp")
+        daemon = tasks.create_task(serve(spec, reuse=gap_reuse), name="umbp")
         stop = tasks.create_task(until_signalled(_nothing), name="signals")
         await asyncio.wait({daemon, stop}, return_when=asyncio.FIRST_COMPLETED)
         daemon.cancel()

@@ -169,6 +169,24 @@ class ExplainSpec(SpecModel):
     )
 
 
+class SessionAdmission(SpecModel):
+    """Sessions are let in as far as KV memory reaches, so that none evicts what another needs."""
+
+    enabled: bool | None = Field(None, description="None: with the `cost` policy only.")
+    oversubscribe: Annotated[float, Gt(0)] = Field(
+        1.0, description="Tokens of sessions let in, over tokens that workers have memory for."
+    )
+    hold: Annotated[Seconds, Ge(0)] = Field(
+        30.0,
+        description="While its tool runs a session's memory is not given to a new one for so long "
+        "at most; for less if the tool is nearly always back sooner.",
+    )
+    max_wait: Annotated[Seconds, Ge(0)] = Field(
+        60.0, description="A session start that waited so long is refused, with a Retry-After."
+    )
+    max_waiting: PositiveInt = Field(128, description="Requests that wait; more starts get 429.")
+
+
 class RouterSpec(SpecModel):
     """The file a router process starts from."""
 
@@ -186,6 +204,7 @@ class RouterSpec(SpecModel):
     )
     policy: PolicySpec = LongestPrefix()
     explain: ExplainSpec | None = Field(None, description="None: decisions are only logged.")
+    sessions: SessionAdmission = SessionAdmission()
     call_key: Path
     api_keys: Path | None = Field(None, description="One API key a line; None: no key is asked.")
     max_body: Annotated[Bytes, Gt(0)] = 32 * 2**20

@@ -146,6 +146,12 @@ class HintRequest(SpecModel):
         return self
 
 
+class HintBatch(SpecModel):
+    """`POST /hint` with what is to be told of several sessions, in this order."""
+
+    hints: tuple[HintRequest, ...]
+
+
 class ClearRequest(SpecModel):
     """`POST /clear`: forget every block put until now, or up to a generation.
 

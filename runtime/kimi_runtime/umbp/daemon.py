@@ -34,7 +34,7 @@ from kimi_runtime.umbp.journal import Kept, NoJournal
 from kimi_runtime.umbp.memory import open_arena, segments_of
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.remote.service import open_remote, share_arena
-from kimi_runtime.umbp.retention import Retention
+from kimi_runtime.umbp.retention import Retention, ReuseProbability, tool_gap_reuse
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tenants import Accounts, Terms
@@ -68,15 +68,17 @@ class Daemon:
         return f"http://{host}:{self.port}"
 
 
-async def serve(spec: UmbpSpec) -> None:
+async def serve(spec: UmbpSpec, *, reuse: ReuseProbability = tool_gap_reuse) -> None:
     """Run a daemon until cancelled. ConfigError or CapacityError if it can't start."""
-    async with running(spec) as daemon:
+    async with running(spec, reuse=reuse) as daemon:
         log.info("umbp: %s is ready at %s and %s", spec.name, daemon.url, spec.socket)
         await asyncio.Event().wait()
 
 
 @asynccontextmanager
-async def running(spec: UmbpSpec) -> AsyncIterator[Daemon]:
+async def running(
+    spec: UmbpSpec, *, reuse: ReuseProbability = tool_gap_reuse
+) -> AsyncIterator[Daemon]:
     """A daemon that is ready; on the way out it retires or leaves its arena, as its spec says."""
     _check(spec)
     http = PoolHttp(spec.name, read_call_keys(spec.call_key), spec.feed_interval)
@@ -89,7 +91,7 @@ async def running(spec: UmbpSpec) -> AsyncIterator[Daemon]:
             port = await _listen(runner, spec)
             memory = Memory(*await asyncio.to_thread(open_arena, spec, own_writer=OWN_WRITER))
             with _closing(spec, memory):
-                async with _engines(spec, http, memory) as clients:
+                async with _engines(spec, http, memory, reuse) as clients:
                     yield Daemon(spec, clients, DramTier(clients.pool, memory.arena), port)
         finally:
             http.pulse.close()
@@ -123,7 +125,9 @@ def _closing(spec: UmbpSpec, memory: Memory) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _engines(spec: UmbpSpec, http: PoolHttp, memory: Memory) -> AsyncIterator[Clients]:
+async def _engines(
+    spec: UmbpSpec, http: PoolHttp, memory: Memory, reuse: ReuseProbability
+) -> AsyncIterator[Clients]:
     """The pool, what is behind it, its Unix socket and its clock."""
     arena = memory.arena
     feed = FeedLog(spec.name, epoch=arena.epoch, tier="dram")
@@ -135,7 +139,7 @@ async def _engines(spec: UmbpSpec, http: PoolHttp, memory: Memory) -> AsyncItera
         if spec.lends or spec.has_peers:
             shared = await owned.enter_async_context(share_arena(spec, arena, http.call_keys))
         in_memory, on_ssd = TierHoldings.pair(feed) if spec.ssd else (feed, None)
-        pool = _pool(spec, memory, in_memory, on_ssd)
+        pool = _pool(spec, memory, in_memory, on_ssd, reuse)
         _self_test(pool, arena)
         clients = Clients(pool, arena, str(spec.arena), http.call_keys, publish, feed)
         if spec.ssd is not None and on_ssd is not None:
@@ -176,7 +180,13 @@ async def _answering(
         clients.close()
 
 
-def _pool(spec: UmbpSpec, memory: Memory, feed: Holdings, on_ssd: Holdings | None) -> Pool:
+def _pool(
+    spec: UmbpSpec,
+    memory: Memory,
+    feed: Holdings,
+    on_ssd: Holdings | None,
+    reuse: ReuseProbability,
+) -> Pool:
     """The pool of the arena's pages, with what was there."""
     arena = memory.arena
 
@@ -192,7 +202,7 @@ def _pool(spec: UmbpSpec, memory: Memory, feed: Holdings, on_ssd: Holdings | Non
         *(arena.pages, arena.page_bytes, feed, spec.reservation_ttl, spec.pin_lease),
         high=spec.evict_above,
         low=spec.evict_to,
-        retention=Retention(seconds_per_byte=seconds_per_byte),
+        retention=Retention(reuse=reuse, seconds_per_byte=seconds_per_byte),
         accounts=Accounts(
             arena.pages,
             {name: terms(granted) for name, granted in spec.tenants.items()},

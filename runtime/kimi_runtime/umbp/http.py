@@ -14,7 +14,7 @@ from kimi_connect.wire import HintKind
 from kimi_runtime import auth, clock
 from kimi_runtime.errors import KimistackError, RequestError, Unauthorized, Unavailable
 from kimi_runtime.spec.peers import GiveBackRequest, LendRequest
-from kimi_runtime.spec.umbp import ClearAnswer, ClearRequest, HintRequest
+from kimi_runtime.spec.umbp import ClearAnswer, ClearRequest, HintBatch, HintRequest
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.metrics import PoolMetrics
 from kimi_runtime.umbp.remote.lender import Lender
@@ -149,17 +149,12 @@ class PoolHttp:
         return response
 
     async def hint(self, request: web.Request) -> web.StreamResponse:
-        """Where a session stands."""
-        told = _parsed(HintRequest, await request.read())
-        hint = Hint(
-            tenant=told.tenant,
-            session=bytes.fromhex(told.session),
-            kind=HintKind[told.kind.upper()],
-            keys=[bytes.fromhex(key) for key in told.keys],
-            expected_s=told.expected,
-            child=bytes.fromhex(told.child or ""),
-        )
-        return web.json_response({"blocks": self._ready().pool.hint(hint, clock.now_s())})
+        """Where a session stands, or several do (HintBatch)."""
+        body = await request.read()
+        batch = body.lstrip()[:9] == b'{"hints":'
+        told = _parsed(HintBatch, body).hints if batch else (_parsed(HintRequest, body),)
+        pool, now_s = self._ready().pool, clock.now_s()
+        return web.json_response({"blocks": sum(pool.hint(_hint(one), now_s) for one in told)})
 
     async def clear(self, request: web.Request) -> web.StreamResponse:
         """Forget blocks, from memory and SSD; 400 in another epoch."""
@@ -221,6 +216,17 @@ class PoolHttp:
             return _failure(exc)
         except KimistackError as exc:
             return _failure(exc)
+
+
+def _hint(told: HintRequest) -> Hint:
+    return Hint(
+        tenant=told.tenant,
+        session=bytes.fromhex(told.session),
+        kind=HintKind[told.kind.upper()],
+        keys=[bytes.fromhex(key) for key in told.keys],
+        expected_s=told.expected,
+        child=bytes.fromhex(told.child or ""),
+    )
 
 
 def _parsed(kind: type[_Request], body: bytes) -> _Request:

@@ -216,3 +216,129 @@ class Sessions(RuleBasedStateMachine):
 
 TestSessions = Sessions.TestCase
 TestSessions.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_a_paused_session_makes_room_for_turns_and_for_starts_once_it_is_late():
+    queue = full(capacity=1000)
+    queue.pause(b"first", tokens=900, until_s=10.0)
+    assert queue.arrive(turn("start", 400), now_s=5.0).outcome is Outcome.WAITING
+    assert queue.next_s(now_s=5.0) == 10.0
+    assert queue.ready(now_s=9.0) == []
+    back = turn("other", 400, continues=True)
+    assert queue.arrive(back, now_s=9.0).outcome is Outcome.ADMITTED
+    assert queue.holds(b"first") == 0
+    assert names(queue.ready(now_s=10.0)) == ["start"]
+
+
+def test_who_is_expected_last_makes_room_first_and_only_as_many_as_are_needed():
+    queue = SessionQueue(1000)
+    for name, until_s in (("soon", 20.0), ("later", 90.0), ("late", 5.0)):
+        queue.arrive(turn(name, 300), now_s=0.0)
+        queue.pause(name.encode(), tokens=300, until_s=until_s)
+    queue.arrive(turn("a", 350, continues=True), now_s=10.0)
+    assert [queue.holds(name) for name in (b"soon", b"later", b"late")] == [300, 300, 0]
+    queue.arrive(turn("b", 300, continues=True), now_s=10.0)
+    assert [queue.holds(name) for name in (b"soon", b"later")] == [300, 0]
+
+
+def test_a_turn_whose_room_was_given_up_goes_before_starts_and_is_never_refused():
+    queue = full(max_waiting=1)
+    queue.arrive(turn("start", 100), now_s=0.0)
+    answer = queue.arrive(turn("back", 2000, continues=True), now_s=1.0)
+    assert (answer.outcome, answer.shed) == (Outcome.WAITING, turn("start", 100))
+    queue.pause(b"first", tokens=1000, until_s=99.0)
+    assert names(queue.ready(now_s=1.0)) == ["back"]
+
+
+class Turns(RuleBasedStateMachine):
+    """Turns that run, pause and come back, while the memory for them changes."""
+
+    sessions = st.integers(0, 9).map(lambda n: b"%d" % n)
+
+    def __init__(self):
+        super().__init__()
+        self.queue = SessionQueue(1000, max_waiting=8)
+        self.running, self.known, self.waiting = set(), {}, {}
+        self.now_s = 0.0
+
+    @rule(session=sessions, more=st.integers(1, 400), later_s=st.floats(0, 20))
+    def arrive(self, session, more, later_s):
+        self.now_s += later_s
+        if session in self.running or session in self.waiting:
+            return
+        tokens = self.known.get(session, 0) + more
+        asked = Turn(session, "t", tokens, continues=session in self.known)
+        if not asked.continues:
+            tokens = min(tokens, self.queue.capacity_tokens)
+        was_over = self.queue.used_tokens > self.queue.capacity_tokens
+        answer = self.queue.arrive(asked, now_s=self.now_s)
+        if answer.shed is not None:
+            assert answer.shed.session not in self.known
+            del self.waiting[answer.shed.session]
+        if answer.outcome is Outcome.WAITING:
+            self.waiting[session] = asked
+        if answer.outcome is Outcome.REFUSED:
+            assert not asked.continues
+        if answer.outcome is Outcome.ADMITTED:
+            self.admitted(asked, was_over)
+
+    def admitted(self, asked, was_over=False):
+        self.running.add(asked.session)
+        grew_alone = len(self.running) == 1 and not self.queue.paused
+        over = self.queue.used_tokens > self.queue.capacity_tokens
+        assert not over or was_over or grew_alone, "more was let in than there is room for"
+
+    @rule(later_s=st.floats(0, 20))
+    def look(self, later_s):
+        self.now_s += later_s
+        was_over = self.queue.used_tokens > self.queue.capacity_tokens
+        for one in self.queue.ready(now_s=self.now_s):
+            del self.waiting[one.session]
+            self.admitted(one, was_over)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), pause_s=st.floats(0, 60), wrote=st.integers(0, 50))
+    def pause(self, data, pause_s, wrote):
+        session = data.draw(st.sampled_from(sorted(self.running)))
+        self.running.remove(session)
+        self.known[session] = self.queue.holds(session) + wrote
+        until_s = self.now_s + pause_s
+        self.queue.pause(session, tokens=self.known[session], until_s=until_s)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data):
+        session = data.draw(st.sampled_from(sorted(self.running)))
+        self.running.remove(session)
+        self.known.pop(session, None)
+        self.queue.end(session, now_s=self.now_s)
+
+    @rule(capacity=st.integers(1, 2000))
+    def memory_changes(self, capacity):
+        self.queue.capacity_tokens = capacity
+
+    @invariant()
+    def what_runs_is_never_given_up(self):
+        assert all(self.queue.holds(session) for session in self.running)
+        assert self.queue.waiting == len(self.waiting)
+        assert self.queue.used_tokens == sum(self.queue._held.values())
+
+    def teardown(self):
+        """Turns that run end sometime, and then somebody who waits goes on: nobody is stuck."""
+        for _ in range(30):
+            for session in self.running:
+                tokens = self.queue.holds(session)
+                self.queue.pause(session, tokens=tokens, until_s=self.now_s + 30)
+            self.running.clear()
+            if not self.waiting:
+                return
+            before = len(self.waiting)
+            turns_wait = any(one.continues for one in self.waiting.values())
+            if not turns_wait:
+                self.now_s += 31  # starts wait until paused sessions are late
+            self.look(0.0)
+            assert len(self.waiting) < before
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
