@@ -5,10 +5,12 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kimi_operator.capacity_cli import capacity_spec
 from kimi_operator.desired.install import as_yaml
 from kimi_operator.desired.render import at_rest
 from kimi_operator.install_cli import app as install_app
@@ -21,6 +23,7 @@ from kimi_operator.observed import K8S_1_20, K8S_CURRENT, Capabilities
 from kimi_operator.plan_cli import app as plan_app
 from kimi_operator.preflight_cli import app as preflight_app
 from kimi_runtime.cli import app as runtime_app
+from kimi_runtime.cli import tell_capacity
 from kimi_runtime.errors import KimistackError
 
 app = typer.Typer(
@@ -95,6 +98,31 @@ def render(
         typer.echo(json.dumps(items, indent=2))
     else:
         typer.echo(as_yaml(objects.manifests), nl=False)
+
+
+@app.command()
+def capacity(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A KimiDeployment, or model, gpu and shapes alone; none: the kimi-nano example.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option("--concurrency", min=1, help="Requests at once; repeat it for more."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the same as JSON.")
+    ] = None,
+) -> None:
+    """Say what a deployment's GPUs hold, its largest context, and how it bears load."""
+    asked = capacity_spec(file)
+    if concurrency:
+        asked = asked.model_copy(update={"concurrency": tuple(concurrency)})
+    tell_capacity(asked, json_file)
 
 
 for part in (plan_app, preflight_app, kimi_app, install_app):

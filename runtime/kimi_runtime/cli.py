@@ -16,6 +16,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from kimi_runtime.bench.replay.cli import bench
+from kimi_runtime.capacity_cli import tell_capacity
 from kimi_runtime.errors import ConfigError, KimistackError
 from kimi_runtime.explain_cli import explain
 from kimi_runtime.settings import read_settings
@@ -23,6 +24,8 @@ from kimi_runtime.sim.cli import app as sim_app
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import FileWeights, PackagedWeights, WorkerSpec
+
+__all__ = ["app", "tell_capacity"]
 
 S = TypeVar("S", bound=BaseModel)
 E = TypeVar("E", bound=BaseException)

@@ -51,21 +51,32 @@ def load_deployment(path: Path) -> KimiDeployment:
 
     Raises ConfigError of one line: the file, the field's path and what is wrong with it.
     """
+    return parse_deployment(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """A file of a sensible size as text. Raises ConfigError naming it."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(
                 f"{path}: larger than {MAX_FILE_BYTES} bytes; is this the right file?"
             )
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: is not UTF-8 text (byte {exc.start})") from exc
-    return parse_deployment(text, str(path))
 
 
 def parse_deployment(text: str, origin: str) -> KimiDeployment:
     """The KimiDeployment in a YAML text; `origin` leads every error. Raises ConfigError."""
+    document = parse_mapping(text, origin)
+    _require_kind(document, origin)
+    return validated(document, origin)
+
+
+def parse_mapping(text: str, origin: str) -> Mapping[str, Any]:
+    """The one document of a YAML text, a mapping. Raises ConfigError."""
     try:
         documents = [d for d in yaml.load_all(text, _StrictLoader) if d is not None]
     except yaml.YAMLError as exc:
@@ -76,9 +87,7 @@ def parse_deployment(text: str, origin: str) -> KimiDeployment:
             if len(documents) != 1
             else f"{origin}: a KimiDeployment is a mapping (apiVersion, kind, metadata, spec)"
         )
-    document = documents[0]
-    _require_kind(document, origin)
-    return validated(document, origin)
+    return documents[0]
 
 
 def validated(document: Mapping[str, Any], origin: str) -> KimiDeployment:

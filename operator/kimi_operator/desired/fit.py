@@ -29,7 +29,7 @@ def check_fits(deployment: KimiDeployment, preset: Preset | None, origin: str) -
         return
     node = NODES[preset.hardware] if preset else None
     for name, role in deployment.spec.roles():
-        sharding = _sharding(role, f"{origin}: spec.{name}.parallelism")
+        sharding = sharding_of(role, f"{origin}: spec.{name}.parallelism")
         try:
             check_divides(model, sharding, quantisation=preset.quantisation if preset else None)
         except ConfigError as exc:
@@ -39,7 +39,7 @@ def check_fits(deployment: KimiDeployment, preset: Preset | None, origin: str) -
             _check_memory(name, role, model, sharding, preset, node)
 
 
-def _sharding(role: Role, where: str) -> Sharding:
+def sharding_of(role: Role, where: str) -> Sharding:
     """Tensor ranks of attention and of experts. Raises ConfigError for an ep that fits neither."""
     p = role.parallelism
     tensor = p.tp // p.dp if p.dp_attention else p.tp

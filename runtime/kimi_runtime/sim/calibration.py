@@ -90,7 +90,7 @@ def simulate(series: Series, lanes: int, *, seed: int) -> Point:
     count = max(ROUNDS * lanes, LEAST_REQUESTS)
     workload = closed_loop(lanes, count, seed, inputs=series.input, outputs=series.output)
     run = World(cluster, workload, LeastLoad(), seed=seed).run()
-    return _point(lanes, run.records)
+    return point_of(lanes, run.records)
 
 
 def errors(some: Iterable[Compared]) -> Errors | None:
@@ -111,8 +111,11 @@ def errors(some: Iterable[Compared]) -> Errors | None:
     )
 
 
-def _point(lanes: int, records: Sequence[Record]) -> Point:
-    """Of the requests that neither filled nor emptied the lanes; TTFT of all a benchmark sends."""
+def point_of(lanes: int, records: Sequence[Record]) -> Point:
+    """What a benchmark of so many lanes would have measured.
+
+    Of the requests that neither filled nor emptied the lanes; TTFT of all a benchmark sends.
+    """
     began_s = sorted(one.ended_s for one in records if one.ended_s is not None)[lanes - 1]
     ended_s = max(one.asked_s for one in records)
     inside = [one for one in records if one.asked_s >= began_s] or list(records)
