@@ -9,6 +9,8 @@ from pathlib import Path
 from hash_runner import HashRunner
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
 from kimi_runtime.engine.assembly import Backing, assemble
+from kimi_runtime.engine.follow import ProgressSource
+from kimi_runtime.engine.handoff import TicketUrls
 from kimi_runtime.engine.plan import StepPlan
 from kimi_runtime.protocol.grammar import GrammarState
 from kimi_runtime.protocol.vocabulary import open_vocabulary
@@ -53,7 +55,10 @@ class Setup:
     pool: MemoryPool | None = None
     call_key: bytes | None = None
     release_url: Callable[[str], str] = field(default=lambda ticket: f"http://127.0.0.1:1/{ticket}")
+    progress_url: Callable[[str], str] = field(default=str)
+    progress: ProgressSource | None = None
     before_step: Callable[[StepPlan], None] = field(default=lambda plan: None)
+    after_group: Callable[[int], None] = field(default=lambda group: None)
 
 
 @dataclass
@@ -130,7 +135,11 @@ def build(setup: Setup) -> Running:
     size = setup.blocks * BLOCK_TOKENS * 16
     memory = private_memory(size) if setup.file is None else shared_memory(setup.file, size)
     runner = HashRunner(
-        setup.blocks, BLOCK_TOKENS, memory=memory.view, before_step=setup.before_step
+        setup.blocks,
+        BLOCK_TOKENS,
+        memory=memory.view,
+        before_step=setup.before_step,
+        after_group=setup.after_group,
     )
     info = WorkerInfo(
         name=setup.name,
@@ -150,7 +159,7 @@ def build(setup: Setup) -> Running:
             roles=tuple(Role),
             per_request_roles=True,
             fetch_source=False,
-            layer_streaming=False,
+            layer_streaming=True,
             mid_decode_move=False,
             grammar=True,
             logprobs=False,
@@ -168,7 +177,7 @@ def build(setup: Setup) -> Running:
     engine = assemble(
         info,
         model,
-        Backing(runner, memory, transports, setup.pool, setup.call_key),
+        Backing(runner, memory, transports, setup.pool, setup.call_key, setup.progress),
         EngineLimits(
             block_tokens=BLOCK_TOKENS,
             kv_bytes=memory.size_bytes,
@@ -178,7 +187,7 @@ def build(setup: Setup) -> Running:
         ),
         lease_s=setup.lease_s,
         deadline_s=setup.deadline_s,
-        release_url=setup.release_url,
+        urls=TicketUrls(release=setup.release_url, progress=setup.progress_url),
     )
     return Running(engine, runner, setup)
 

@@ -21,7 +21,8 @@ class HashRunner:
     """`Runner` over `memory`, `vocab_size` ids.
 
     `before_step` is called in the runner's thread before each step; what it raises is the step's
-    failure, and half of the step's KV was then written.
+    failure, and half of the step's KV was then written. `after_group` is called after each layer
+    group that was told.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class HashRunner:
         vocab_size: int = 500,
         memory: memoryview | None = None,
         before_step: Callable[[StepPlan], None] = lambda plan: None,
+        after_group: Callable[[int], None] = lambda group: None,
     ) -> None:
+        self.after_group = after_group
         self.block_tokens, self.vocab_size, self.before_step = block_tokens, vocab_size, before_step
         self.layer_group_bytes = (8 * block_tokens,) * _GROUPS
         self.block_bytes = sum(self.layer_group_bytes)
@@ -45,7 +48,13 @@ class HashRunner:
     def block(self, number: int) -> memoryview:
         return self.memory[number * self.block_bytes : (number + 1) * self.block_bytes]
 
-    def run(self, plan: StepPlan, samplers: Mapping[int, Any]) -> Sequence[Sampled]:
+    def run(
+        self,
+        plan: StepPlan,
+        samplers: Mapping[int, Any],
+        *,
+        group_done: Callable[[int], None] | None = None,
+    ) -> Sequence[Sampled]:
         try:
             self.before_step(plan)
         except Exception:
@@ -53,6 +62,9 @@ class HashRunner:
                 self._write(row.blocks, row.start, 0xDEAD)
             raise
         drawn = [(row, self._compute(row)) for row in plan.rows]
+        for group in range(_GROUPS) if group_done is not None else ():
+            group_done(group)
+            self.after_group(group)
         return [self._sample(row, state, samplers) for row, state in drawn if row.sample]
 
     def _sample(self, row: Row, state: int, samplers: Mapping[int, Any]) -> Sampled:

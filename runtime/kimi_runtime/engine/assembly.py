@@ -1,14 +1,16 @@
 """How the engine's parts fit together, whatever they compute on and move bytes with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch import Fetcher, Pool
+from kimi_runtime.engine.follow import HttpProgress, ProgressSource
 from kimi_runtime.engine.freed import Freed
-from kimi_runtime.engine.handoff import HandOffs, KvGeometry
+from kimi_runtime.engine.geometry import KvGeometry
+from kimi_runtime.engine.handoff import HandOffs, TicketUrls
 from kimi_runtime.engine.loop import Parts
 from kimi_runtime.engine.plan import Runner
 from kimi_runtime.engine.pull import BlockReader
@@ -27,6 +29,7 @@ class Backing:
 
     Without `transports` (best first) nothing is handed off, without `pool` nothing is kept
     elsewhere, without `call_key` the owners of hand-offs are not told and their leases end them.
+    `progress` is how hand-offs are followed; None: over HTTP, if there is a call key.
     """
 
     runner: Runner
@@ -34,6 +37,7 @@ class Backing:
     transports: Sequence[Transport] = ()
     pool: Pool | None = None
     call_key: bytes | None = None
+    progress: ProgressSource | None = None
 
 
 def assemble(
@@ -44,12 +48,12 @@ def assemble(
     *,
     lease_s: float,
     deadline_s: float,
-    release_url: Callable[[str], str],
+    urls: TicketUrls,
 ) -> ReferenceAdapter:
     """An engine of `info.total_blocks` blocks.
 
     `lease_s` is how long its hand-offs stay pinned, `deadline_s` how long any one transfer may
-    take, `release_url(ticket)` where a hand-off of its own is given back.
+    take, `urls` where a hand-off of its own is given back and followed.
     """
     freed, counters = Freed(), EngineCounters()
     feed = FeedLog(info.name, epoch=info.epoch, tier="hbm", block_tokens=info.block_tokens)
@@ -70,7 +74,7 @@ def assemble(
             max_context_tokens=info.max_context_tokens,
         ),
     )
-    reader = hand_offs = releaser = writer = None
+    reader = hand_offs = progress = releaser = writer = None
     if backing.transports:
         counters.hand_off_transports.update({one.name: 0 for one in backing.transports})
         reader = BlockReader(backing.transports, backing.memory.view, view, geometry)
@@ -82,11 +86,12 @@ def assemble(
             view,
             counters,
             lease_s=lease_s,
-            release_url=release_url,
+            urls=urls,
             freed=freed,
         )
     if backing.call_key is not None:
         releaser = Releaser(backing.call_key, counters, deadline_s=deadline_s)
+        progress = HttpProgress(backing.call_key, silence_s=deadline_s)
     if backing.pool is not None:
         writer = PoolWriter(
             backing.pool,
@@ -102,6 +107,7 @@ def assemble(
         view,
         counters,
         reader=reader,
+        progress=backing.progress or progress,
         pool=backing.pool,
         deadline_s=deadline_s,
         freed=freed,
@@ -113,6 +119,7 @@ def assemble(
         freed=freed,
         counters=counters,
         hand_offs=hand_offs,
+        progress=progress,
         releaser=releaser,
         writer=writer,
     )

@@ -40,6 +40,8 @@ class EngineCounters:
     hand_offs_taken: int = 0
     """Hand-offs of which every block that was lacking arrived."""
     hand_off_bytes: int = 0
+    hand_off_early_bytes: int = 0
+    """Of them, those read before their owner had the whole prompt."""
     hand_off_blocks: int = 0
     hand_off_transports: Counter[str] = field(default_factory=Counter)
     """Hand-offs of which anything was read, by transport; those there are start at 0."""

@@ -7,16 +7,18 @@ failure means that the missing tokens are computed instead.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 from kimi_connect.wire import Outcome
 from kimi_runtime import clock
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.follow import ProgressSource, followed, parts_wanted
 from kimi_runtime.engine.freed import Freed
-from kimi_runtime.engine.handoff import BlockView
-from kimi_runtime.engine.pull import BlockReader, Wanted
+from kimi_runtime.engine.geometry import BlockView
+from kimi_runtime.engine.pull import BlockReader, Readable, Wanted
 from kimi_runtime.engine.request import Fetched, Request
 from kimi_runtime.spec.request import HandOff
 
@@ -78,12 +80,13 @@ class Fetcher:
         counters: EngineCounters,
         *,
         reader: BlockReader | None,
+        progress: ProgressSource | None = None,
         pool: Pool | None,
         deadline_s: float,
         freed: Freed,
     ) -> None:
         self._blocks, self._view, self._counters = blocks, view, counters
-        self._reader, self._pool = reader, pool
+        self._reader, self._progress, self._pool = reader, progress, pool
         self._deadline_s, self._freed = deadline_s, freed
         self._reserving = asyncio.Lock()
         self._reserved: dict[int, list[int]] = {}
@@ -130,6 +133,9 @@ class Fetcher:
         if refusal is not None:
             self._failed(request, refusal)
             return
+        if take.progress_url is not None and self._progress is None:
+            self._failed(request, "no_progress")
+            return
         indices, matching = self._lacking(request, take)
         if not matching:
             self._failed(request, "keys")
@@ -146,17 +152,17 @@ class Fetcher:
         pulled = 0
         still_written = False
         try:
-            wanted = [
-                Wanted(take.blocks[index], block, request.chain.binding(index, request.tokens))
-                for index, block in zip(indices, reserved, strict=True)
-            ]
-            result = await self._reader.pull(take.regions, wanted, deadline_s=self._deadline_s)
+            async with aclosing(self._readable(request, take, indices, reserved)) as readable:
+                result = await self._reader.pull(
+                    take.regions, readable, len(indices), deadline_s=self._deadline_s
+                )
             pulled, still_written = result.blocks, result.still_written
         finally:
             self._settle(request, pulled, "hand_off", still_written=still_written)
-        moved = pulled * self._block_bytes(take)
-        request.hand_off_bytes += moved
-        self._counters.hand_off_bytes += moved
+        request.hand_off_bytes += result.moved_bytes
+        request.hand_off_early_bytes += result.early_bytes
+        self._counters.hand_off_bytes += result.moved_bytes
+        self._counters.hand_off_early_bytes += result.early_bytes
         self._counters.hand_off_blocks += pulled
         if result.transport is not None:
             self._counters.hand_off_transports[result.transport] += 1
@@ -164,6 +170,32 @@ class Fetcher:
             self._failed(request, result.failure)
         else:
             self._counters.hand_offs_taken += matching
+
+    async def _readable(
+        self, request: Request, take: HandOff, indices: range, targets: Sequence[int]
+    ) -> AsyncGenerator[Readable, None]:
+        """What can be read of the blocks `indices` of the prompt, as it can."""
+        bindings = [request.chain.binding(index, request.tokens) for index in indices]
+        if take.progress_url is not None:
+            assert self._progress is not None
+            assert self._reader is not None
+            lines = followed(self._progress, take, silence_s=self._deadline_s)
+            parts = parts_wanted(
+                lines, targets, bindings, first=indices.start, groups=self._reader.groups
+            )
+            async with aclosing(parts):
+                async for one in parts:
+                    yield one
+            return
+        blocks = take.blocks[indices.start : indices.stop]
+        yield Readable(
+            [
+                Wanted(position, source.offset, target, binding, 0, source.tags)
+                for position, (source, target, binding) in enumerate(
+                    zip(blocks, targets, bindings, strict=True)
+                )
+            ]
+        )
 
     def _failed(self, request: Request, why: str) -> None:
         """What the hand-off did not bring is computed, and whoever asked is told why."""
@@ -198,6 +230,8 @@ class Fetcher:
         The block with the last token comes last. It is private to the request even if it is full,
         because that token is computed here for its logits, and only the same prompt's will do.
         """
+        if take.progress_url is not None:
+            return self._lacking_of_open(request, take)
         first, keys = len(request.blocks), request.reusable_keys
         most_shared = min(len(self._trusted(keys)), len(take.blocks))
         end = first
@@ -211,6 +245,17 @@ class Fetcher:
         if end == len(keys) and same_prompt and take.blocks[end].key == key:
             return range(first, end + 1), True
         return range(first, end), False
+
+    def _lacking_of_open(self, request: Request, take: HandOff) -> tuple[range, bool]:
+        """As `_lacking`, of a hand-off whose blocks are not known yet: those of the same prompt."""
+        first, keys = len(request.blocks), request.reusable_keys
+        trusted = len(self._trusted(keys))
+        if take.tokens != len(request.tokens) or trusted < len(keys):
+            same = take.tokens == len(request.tokens)
+            return range(first, max(first, trusted) if same else first), False
+        most = len(request.tokens) - request.samples
+        tail = most > len(keys) * request.chain.block_tokens
+        return range(first, len(keys) + tail), True
 
     def _trusted(self, keys: list[bytes]) -> list[bytes]:
         """The leading run of `keys` that is not distrusted."""
@@ -254,6 +299,3 @@ class Fetcher:
             return None
         self._reserved[request.number] = reserved
         return reserved
-
-    def _block_bytes(self, take: HandOff) -> int:
-        return take.blocks[0].size_bytes if take.blocks else 0

@@ -6,6 +6,10 @@ transport the worker has. The decode side *pulls* the blocks it lacks and no oth
 it has as well, checks every tag after the bytes have arrived, and then lets the ticket go. Whatever
 goes wrong, it has fewer blocks and computes the rest: wrong bytes are never used.
 
+A ticket can be given out while the prompt is computed (`open`): then its reader follows what has
+become readable (`engine.open_offer`), and the lease begins when the prompt is complete. Until then
+the ticket lives as long as the request that computes it.
+
 A tag is bound to the key that the reader derives from its own ids (for the partial tail to the like
 of one), so bytes of another prompt, model or tenant never pass.
 """
@@ -13,7 +17,7 @@ of one), so bytes of another prompt, model or tenant never pass.
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,25 +25,21 @@ from kimi_runtime import clock
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.freed import Freed
+from kimi_runtime.engine.geometry import BlockView, KvGeometry
+from kimi_runtime.engine.open_offer import OpenOffer, Publisher
+from kimi_runtime.engine.plan import Row
 from kimi_runtime.engine.request import Request
-from kimi_runtime.spec.request import HandOff, HandOffBlock, RegionRef
-from kimi_runtime.umbp.tags import block_tags
-
-BlockView = Callable[[int], memoryview]
+from kimi_runtime.engine.tagging import BlockTags, Untagged
+from kimi_runtime.errors import NotFound
+from kimi_runtime.spec.request import HandOff, HandOffBlock, HandOffProgress, RegionRef
 
 
 @dataclass(frozen=True, slots=True)
-class KvGeometry:
-    """What both sides must agree on; `identity` covers the model as well as the layout."""
+class TicketUrls:
+    """Where a ticket is given back, and where its progress is told."""
 
-    identity: str
-    block_tokens: int
-    layer_group_bytes: tuple[int, ...]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
-        return sum(self.layer_group_bytes)
+    release: Callable[[str], str]
+    progress: Callable[[str], str]
 
 
 class _Pin(NamedTuple):
@@ -51,7 +51,7 @@ class HandOffs:
     """The offers of one worker: who may still read which blocks, and until when.
 
     Each of `regions` covers the memory of all KV blocks, one after another, by a transport; best
-    first, at least one. `release_url` says where a ticket is given back.
+    first, at least one.
     """
 
     def __init__(
@@ -64,14 +64,18 @@ class HandOffs:
         counters: EngineCounters,
         *,
         lease_s: float,
-        release_url: Callable[[str], str],
+        urls: TicketUrls,
         freed: Freed,
     ) -> None:
         self._worker, self._regions, self._geometry = worker, tuple(regions), geometry
-        self._blocks, self._view, self._counters = blocks, view, counters
-        self._lease_s, self._release_url, self._freed = lease_s, release_url, freed
+        self._blocks, self._counters = blocks, counters
+        self._lease_s, self._urls, self._freed = lease_s, urls, freed
+        self._tags = BlockTags(geometry, blocks, view)
+        self._publisher = Publisher(self._tags, block_bytes=geometry.block_bytes)
         self._pins: OrderedDict[str, _Pin] = OrderedDict()
-        self._tags: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+        self._open: dict[str, OpenOffer] = {}
+        self._computing: dict[int, OpenOffer] = {}
+        """By request, those whose prompt is not complete."""
         self._changed = asyncio.Event()
 
     async def offer(self, request: Request) -> HandOff:
@@ -82,25 +86,75 @@ class HandOffs:
         ticket = secrets.token_hex(16)
         blocks = tuple(request.blocks)
         self._blocks.reference(blocks)
-        self._pins[ticket] = _Pin(blocks, clock.now_s() + self._lease_s)
-        self._changed.set()
+        self._lease(ticket, blocks)
         try:
             described = await self._describe(request, blocks)
         except BaseException:
             self._end(ticket)
             raise
         self._counters.hand_offs_offered += 1
-        return HandOff(
-            ticket=ticket,
-            worker=self._worker,
-            release_url=self._release_url(ticket),
-            layout=self._geometry.identity,
-            region=self._regions[0],
-            also=self._regions[1:],
-            tokens=request.computed,
-            blocks=described,
-            lease_s=self._lease_s,
-        )
+        return self._ticket(ticket, request.computed, described, progress_url=None)
+
+    def open(self, request: Request) -> HandOff:
+        """A ticket for a prompt that is being computed; `advance` tells how far it is.
+
+        It ends with `abandon`, or its lease begins with `complete`.
+        """
+        ticket = secrets.token_hex(16)
+        self._open[ticket] = self._computing[request.number] = OpenOffer(ticket, request)
+        self.advance(request)
+        self._counters.hand_offs_offered += 1
+        url = self._urls.progress(ticket)
+        return self._ticket(ticket, len(request.tokens), (), progress_url=url)
+
+    def advance(self, request: Request) -> None:
+        """Blocks of the request have been completed; its last one is when the prompt is."""
+        offer = self._computing.get(request.number)
+        if offer is not None:
+            last = request.computed == len(request.tokens)
+            start = offer.whole * self._geometry.block_tokens
+            self._ready(offer, start, request.computed, self._tags.groups, last=last)
+            offer.whole = max(offer.whole, request.computed // self._geometry.block_tokens)
+
+    def group_done(self, request: Request, row: Row, group: int) -> None:
+        """The step that computes the row is through a layer group. Its KV there is final."""
+        offer = self._computing.get(request.number)
+        if offer is not None:
+            end = row.start + len(row.ids)
+            last = end == len(request.tokens)
+            self._ready(offer, row.start, end, group + 1, last=last)
+
+    def complete(self, request: Request) -> None:
+        """The prompt is computed: the lease of its ticket begins."""
+        self.advance(request)
+        offer = self._computing.pop(request.number, None)
+        if offer is None:
+            return  # its reader has let it go
+        self._publisher.complete(offer)
+        self._lease(offer.ticket, tuple(offer.blocks.values()))
+
+    def abandon(self, request: Request, *, failed: bool) -> None:
+        """The prompt will not be completed. Nothing happens if it was, or has no ticket."""
+        offer = self._computing.pop(request.number, None)
+        if offer is not None:
+            offer.finish("failed" if failed else "withdrawn")
+            self._end(offer.ticket)
+
+    async def progress(self, ticket: str, after: int) -> AsyncGenerator[HandOffProgress, None]:
+        """What of an open ticket can be read, from part `after` on; see `OpenOffer.follow`.
+
+        NotFound for a ticket that is unknown or has ended.
+        """
+        offer = self._open.get(ticket)
+        if offer is None:
+            raise NotFound(f"worker {self._worker} has no such hand-off, or it has ended")
+        async for line in offer.follow(after, epoch=self._regions[0].epoch):
+            yield line
+
+    def computing(self, ticket: str) -> Request | None:
+        """The request that computes what the ticket is for; None once it has."""
+        offer = self._open.get(ticket)
+        return offer.request if offer and offer.request.number in self._computing else None
 
     def release(self, ticket: str) -> bool:
         """The reader is done; False if the ticket is unknown, released before or expired."""
@@ -120,15 +174,21 @@ class HandOffs:
 
     def end_all(self) -> None:
         """Take every offer back: the worker stops."""
-        for ticket in list(self._pins):
+        for ticket in [*self._pins, *self._open]:
             self._end(ticket)
 
     def holders(self) -> list[tuple[int, ...]]:
         """The blocks that are pinned, for `KvBlocks.check_integrity`."""
-        return [pin.blocks for pin in self._pins.values()]
+        computing = [tuple(offer.blocks.values()) for offer in self._computing.values()]
+        return [*computing, *(pin.blocks for pin in self._pins.values())]
 
     async def run(self) -> None:
-        """Expire leases until cancelled."""
+        """Expire leases and tell progress, until cancelled."""
+        async with asyncio.TaskGroup() as own:
+            own.create_task(self._publisher.run(), name="publish hand-offs")
+            await self._expire_leases()
+
+    async def _expire_leases(self) -> None:
         while True:
             self._changed.clear()
             oldest = next(iter(self._pins.values()), None)
@@ -139,50 +199,72 @@ class HandOffs:
             except TimeoutError:
                 self.expire(clock.now_s())
 
-    async def _describe(self, request: Request, blocks: Sequence[int]) -> tuple[HandOffBlock, ...]:
-        size, full = self._geometry.block_tokens, len(request.chain.keys)
-        bindings = [request.chain.binding(index, request.tokens) for index in range(len(blocks))]
-        untagged = [
-            (binding, block)
-            for binding, block in zip(bindings, blocks, strict=True)
-            if binding not in self._tags
-        ]
-        tagged = await asyncio.to_thread(self._tag, untagged)
-        known = {**tagged, **{name: self._tags[name] for name in bindings if name in self._tags}}
-        self._remember(tagged)
-        return tuple(
-            HandOffBlock(
-                key=binding.hex() if index < full else None,
-                offset=block * self._geometry.block_bytes,
-                size_bytes=self._geometry.block_bytes,
-                tokens=min(size, request.computed - index * size),
-                tags=known[binding],
-            )
-            for index, (binding, block) in enumerate(zip(bindings, blocks, strict=True))
+    def _ticket(
+        self,
+        ticket: str,
+        tokens: int,
+        blocks: tuple[HandOffBlock, ...],
+        *,
+        progress_url: str | None,
+    ) -> HandOff:
+        return HandOff(
+            ticket=ticket,
+            worker=self._worker,
+            release_url=self._urls.release(ticket),
+            layout=self._geometry.identity,
+            region=self._regions[0],
+            also=self._regions[1:],
+            tokens=tokens,
+            blocks=blocks,
+            lease_s=self._lease_s,
+            progress_url=progress_url,
         )
 
-    def _tag(self, blocks: Sequence[tuple[bytes, int]]) -> dict[bytes, tuple[str, ...]]:
-        groups = self._geometry.layer_group_bytes
-        return {
-            binding: tuple(tag.hex() for tag in block_tags(binding, groups, self._view(block)))
-            for binding, block in blocks
-        }
+    async def _describe(self, request: Request, blocks: Sequence[int]) -> tuple[HandOffBlock, ...]:
+        size, full, groups = self._geometry.block_tokens, len(request.chain.keys), self._tags.groups
+        untagged = [
+            Untagged(request.chain.binding(index, request.tokens), block, 0, groups)
+            for index, block in enumerate(blocks)
+        ]
+        return tuple(
+            HandOffBlock(
+                key=part.binding.hex() if index < full else None,
+                offset=part.block * self._geometry.block_bytes,
+                size_bytes=self._geometry.block_bytes,
+                tokens=min(size, request.computed - index * size),
+                tags=tags,
+            )
+            for index, (part, tags) in enumerate(
+                zip(untagged, await self._tags.of(untagged), strict=True)
+            )
+        )
 
-    def _remember(self, tagged: dict[bytes, tuple[str, ...]]) -> None:
-        """Keep the tags of full blocks: equal keys mean equal bytes, so they stay true.
-
-        The rest of a partial tail's block is whatever was there before, so its tags do not.
+    def _ready(self, offer: OpenOffer, start: int, end: int, groups: int, *, last: bool) -> None:
+        """The first layer groups of the blocks with tokens `start` to `end` are as they will be,
+        of a block that is not full only if the prompt ends in it (`last`).
         """
-        for binding, tags in tagged.items():
-            if self._blocks.held([binding]):
-                self._tags[binding] = tags
-        while len(self._tags) > 2 * self._blocks.total:
-            self._tags.popitem(last=False)
+        size = self._geometry.block_tokens
+        count = -(-end // size) if last else end // size
+        for index in range(start // size, count):
+            if index not in offer.blocks:
+                block = offer.request.blocks[index]
+                self._blocks.reference([block])
+                offer.blocks[index] = block
+            self._publisher.ready(offer, index, groups)
+
+    def _lease(self, ticket: str, blocks: tuple[int, ...]) -> None:
+        self._pins[ticket] = _Pin(blocks, clock.now_s() + self._lease_s)
+        self._changed.set()
 
     def _end(self, ticket: str) -> bool:
-        pin = self._pins.pop(ticket, None)
-        if pin is None:
+        """Unpin; also what is not complete, whose followers hear that it is withdrawn."""
+        offer, pin = self._open.pop(ticket, None), self._pins.pop(ticket, None)
+        if offer is not None:
+            self._computing.pop(offer.request.number, None)
+            offer.finish("withdrawn")
+        if pin is None and offer is None:
             return False
-        self._blocks.release(pin.blocks)
+        blocks = pin.blocks if pin is not None or offer is None else tuple(offer.blocks.values())
+        self._blocks.release(blocks)
         self._freed()
         return True

@@ -7,13 +7,15 @@ its blocks is over.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kimi_runtime import clock
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch import Fetcher
+from kimi_runtime.engine.follow import HttpProgress
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.handoff import HandOffs
 from kimi_runtime.engine.plan import RowsFailed, Runner, Sampled, StepPlan
@@ -38,6 +40,7 @@ class Parts:
     freed: Freed
     counters: EngineCounters
     hand_offs: HandOffs | None = None
+    progress: HttpProgress | None = None
     releaser: Releaser | None = None
     writer: PoolWriter | None = None
 
@@ -91,7 +94,7 @@ class StepLoop:
             async with asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(part.run(), name=type(part).__name__)
-                    for part in (parts.hand_offs, parts.releaser, parts.writer)
+                    for part in (parts.hand_offs, parts.progress, parts.releaser, parts.writer)
                     if part is not None
                 ]
                 await self._compute_steps(thread)
@@ -121,6 +124,7 @@ class StepLoop:
         while not self._closed.is_set():
             self._wake.clear()
             plan = self._scheduler.plan()
+            self._withdraw_preempted()
             self._tell_completed()
             if not plan.rows:
                 self._check_now_and_then()
@@ -130,8 +134,34 @@ class StepLoop:
                 if (stream := self._streams.get(row.request)) is not None:
                     stream.begin()
             samplers = self._samplers(plan)
-            sampled, failures = await loop.run_in_executor(thread, self._compute, plan, samplers)
+            compute = partial(self._compute, group_done=self._group_watch(plan, loop))
+            sampled, failures = await loop.run_in_executor(thread, compute, plan, samplers)
             self._take_in(plan, sampled, failures)
+
+    def _group_watch(
+        self, plan: StepPlan, loop: asyncio.AbstractEventLoop
+    ) -> Callable[[int], None] | None:
+        """What the runner's thread calls after each layer group; None if no row is to be followed.
+
+        A ticket is told once the first step runs, so that there may be none yet.
+        """
+        hand_offs = self._parts.hand_offs
+        if hand_offs is None:
+            return None
+        followed = [
+            (stream.request, row)
+            for row in plan.rows
+            if (stream := self._streams.get(row.request)) is not None and stream.asked.kv.early
+        ]
+
+        def tell(group: int) -> None:
+            for request, row in followed:
+                hand_offs.group_done(request, row, group)
+
+        def group_done(group: int) -> None:
+            loop.call_soon_threadsafe(tell, group)
+
+        return group_done if followed else None
 
     def _samplers(self, plan: StepPlan) -> dict[int, RequestSampler]:
         streams = (self._streams.get(row.request) for row in plan.rows if row.sample)
@@ -142,13 +172,17 @@ class StepLoop:
         }
 
     def _compute(
-        self, plan: StepPlan, samplers: Mapping[int, RequestSampler]
+        self,
+        plan: StepPlan,
+        samplers: Mapping[int, RequestSampler],
+        *,
+        group_done: Callable[[int], None] | None = None,
     ) -> tuple[list[Sampled], dict[int, Exception]]:
         """Run the plan in the runner's thread; if it breaks, each row alone, to find whose fault
         it is: rows are independent, and computing one again writes the same bytes.
         """
         try:
-            return list(self._parts.runner.run(plan, samplers)), {}
+            return list(self._parts.runner.run(plan, samplers, group_done=group_done)), {}
         except RowsFailed as exc:
             return list(exc.sampled), dict(exc.errors)
         except Exception as exc:
@@ -182,6 +216,8 @@ class StepLoop:
         for row in plan.rows:
             if (stream := self._streams.get(row.request)) is not None:
                 self._count_prompt(stream)
+                if self._parts.hand_offs is not None:
+                    self._parts.hand_offs.advance(stream.request)
         self._tell_completed()
         self._parts.freed()
 
@@ -203,6 +239,16 @@ class StepLoop:
         stream.fail(_failure_of(stream, exc))
         if not isinstance(exc, RequestError | NothingAllowed):
             self._parts.fetcher.distrust(stream.request.chain.keys)
+
+    def _withdraw_preempted(self) -> None:
+        """A ticket pins blocks for as long as its prompt is computed, and a prompt that was
+        preempted may wait for who needs these: its reader computes the rest.
+        """
+        for request in self._scheduler.take_preempted():
+            stream, hand_offs = self._streams.get(request.number), self._parts.hand_offs
+            if stream is not None and stream.told_early and hand_offs is not None:
+                hand_offs.abandon(request, failed=False)
+                stream.stop()
 
     def _tell_completed(self) -> None:
         for request in self._scheduler.take_completed():

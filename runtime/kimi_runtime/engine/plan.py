@@ -1,6 +1,6 @@
 """One step of the engine, as integers: what the scheduler decides and the runner computes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,8 +74,18 @@ class Runner(Protocol):
     def layer_group_bytes(self) -> tuple[int, ...]:
         """Sizes of the layer groups inside a block, in order; they sum to `block_bytes`."""
 
-    def run(self, plan: StepPlan, samplers: Mapping[int, "RequestSampler"]) -> Sequence[Sampled]:
+    def run(
+        self,
+        plan: StepPlan,
+        samplers: Mapping[int, "RequestSampler"],
+        *,
+        group_done: Callable[[int], None] | None = None,
+    ) -> Sequence[Sampled]:
         """Compute every row's KV and draw ids for the rows with `sample`, in row order.
+
+        `group_done` is called in this thread with the number of each layer group, in order, once
+        every row's KV of that group can be read from the blocks; a runner that knows no such
+        moment before the step's end does not call it.
 
         `samplers` has an entry for each request with `sample`; the caller tells the sampler what
         was accepted afterwards, `run` does not. Raises RowsFailed when some rows have no finite

@@ -12,12 +12,11 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kimi_runtime import clock
-from kimi_runtime.engine.handoff import BlockView, KvGeometry
+from kimi_runtime.engine.geometry import BlockView, KvGeometry
 from kimi_runtime.errors import (
     KvCorrupt,
     PeerGone,
@@ -26,32 +25,57 @@ from kimi_runtime.errors import (
     TransferError,
     TransferLate,
 )
-from kimi_runtime.spec.request import HandOff, HandOffBlock, RegionRef
+from kimi_runtime.spec.request import HandOff, RegionRef
 from kimi_runtime.transfer.base import Session, Span, Transport
 from kimi_runtime.transfer.sessions import SessionCache
-from kimi_runtime.umbp.tags import matches
+from kimi_runtime.umbp.tags import tag
 
 _BATCH_BYTES = 8 * 2**20
 _CLOSE_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _REMEMBERED = 1024
 
+
+class HandOffEnded(TransferError):
+    """Its owner gave the hand-off up before all of it was there: what came may be used."""
+
+
+class HandOffFailed(TransferError):
+    """Its owner could not compute the prompt: nothing of the hand-off may be used."""
+
+
 _REASONS = {
     RegionGone: "region_gone",
     PeerGone: "peer_gone",
     TransferLate: "late",
     TransferCancelled: "cancelled",
+    HandOffEnded: "withdrawn",
+    HandOffFailed: "failed",
     KvCorrupt: "corrupt",
 }
 _SILENT = ("peer_gone", "late")
 
 
 class Wanted(NamedTuple):
-    """One block to pull: as its owner describes it, where it goes, what its tags are bound to."""
+    """Layer groups of one block to pull: where they are and go, what their tags are bound to.
 
-    source: HandOffBlock
+    `position` is the block's among those that are pulled, `offset` where the whole block begins in
+    the region, `group` the first of the groups that `tags` are of.
+    """
+
+    position: int
+    offset: int
     block: int
     binding: bytes
+    group: int
+    tags: tuple[str, ...]
+
+
+class Readable(NamedTuple):
+    """What can be read now. `early`: before the owner had all of the prompt."""
+
+    wanted: Sequence[Wanted]
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +83,15 @@ class Pulled:
     """How many leading blocks arrived verified, by which transport, why it is not all of them.
 
     `transport` None: none could be opened. `still_written`: the transfer did not end, so the other
-    target blocks may yet change.
+    target blocks may yet change. The bytes are all that were read and verified.
     """
 
     blocks: int
     transport: str | None = None
     failure: str | None = None
     still_written: bool = False
+    moved_bytes: int = 0
+    early_bytes: int = 0
 
 
 class _Pause(NamedTuple):
@@ -99,10 +125,21 @@ class _Pauses:
 @dataclass(slots=True)
 class _Progress:
     until_s: float
-    arrived: int = 0
+    groups: int
+    """Of a block."""
+    verified: list[int] = field(default_factory=list)
+    """Leading layer groups of each block that have arrived."""
     region: RegionRef | None = None
     failure: str | None = None
     still_written: bool = False
+    moved_bytes: int = 0
+    early_bytes: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that are whole."""
+        whole = (n for n, groups in enumerate(self.verified) if groups < self.groups)
+        return next(whole, len(self.verified))
 
 
 class BlockReader:
@@ -119,8 +156,14 @@ class BlockReader:
     ) -> None:
         """`transports`: best first."""
         self._memory, self._view, self._geometry = memory, view, geometry
+        self._starts = geometry.group_starts()
         self._sessions = {one.name: SessionCache(one) for one in transports}
         self._pauses = _Pauses()
+
+    @property
+    def groups(self) -> int:
+        """Layer groups of a block."""
+        return len(self._geometry.layer_group_bytes)
 
     def refusal(self, hand_off: HandOff) -> str | None:
         """Why nothing may be read from this hand-off at all; None if it can be tried."""
@@ -129,18 +172,27 @@ class BlockReader:
             return "layout"
         if not regions:
             return "transport"
-        tags, end = len(self._geometry.layer_group_bytes), min(one.size_bytes for one in regions)
+        end = min(one.size_bytes for one in regions)
         fits = all(
-            block.size_bytes == size and block.offset + size <= end and len(block.tags) == tags
+            block.size_bytes == size
+            and block.offset + size <= end
+            and len(block.tags) == self.groups
             for block in hand_off.blocks
         )
         return None if fits else "malformed"
 
     async def pull(
-        self, regions: Sequence[RegionRef], wanted: Sequence[Wanted], *, deadline_s: float
+        self,
+        regions: Sequence[RegionRef],
+        readable: AsyncIterator[Readable],
+        count: int,
+        *,
+        deadline_s: float,
     ) -> Pulled:
-        """Read the blocks in order, within `deadline_s` seconds, and verify each. Never raises
-        for what the peer or the link did.
+        """Read what becomes readable of `count` blocks, until that ends, and verify each part.
+
+        What is readable at one time is read within `deadline_s` seconds; how long may pass until
+        more is, `readable` decides. Never raises for what the peer or the link did.
 
         `regions` are one and the same memory by several transports, one of which both sides have.
         """
@@ -148,25 +200,36 @@ class BlockReader:
         usable = [one for one in self._shared(regions) if self._pauses.over(one, now_s=now_s)]
         if not usable:
             return Pulled(0, failure="unreachable")
-        progress = _Progress(until_s=now_s + deadline_s)
+        progress = _Progress(now_s + deadline_s, self.groups, [0] * count)
         hung_s = deadline_s + 2 * _CLOSE_S  # reads end by themselves; this ends what hangs
         try:
             async with (
-                asyncio.timeout(hung_s),
+                asyncio.timeout(hung_s) as hung,
                 self._opened(usable, progress) as session,
             ):
-                await self._read_all(session, wanted, progress)
+                hung.reschedule(None)
+                async for item in readable:
+                    now_s = clock.now_s()
+                    progress.until_s = now_s + deadline_s
+                    hung.reschedule(asyncio.get_running_loop().time() + hung_s)
+                    await self._read_all(session, item, progress)
+                    hung.reschedule(None)
+                hung.reschedule(asyncio.get_running_loop().time() + 2 * _CLOSE_S)
         except TimeoutError:
             progress.failure, progress.still_written = progress.failure or "late", True
         except (TransferError, KvCorrupt, ValueError, OSError) as exc:
             progress.failure = progress.failure or _reason(exc)
-        silent = not progress.arrived and progress.failure in _SILENT
+            if isinstance(exc, HandOffFailed):
+                progress.verified = [0] * count
+        silent = not progress.moved_bytes and progress.failure in _SILENT
         self._pauses.note(progress.region or usable[-1], reached=not silent, now_s=clock.now_s())
         return Pulled(
-            progress.arrived,
+            progress.blocks,
             None if progress.region is None else progress.region.transport,
             progress.failure,
             progress.still_written,
+            progress.moved_bytes,
+            progress.early_bytes,
         )
 
     def _shared(self, regions: Sequence[RegionRef]) -> list[RegionRef]:
@@ -194,22 +257,21 @@ class BlockReader:
                 yield session
                 return
 
-    async def _read_all(
-        self, session: Session, wanted: Sequence[Wanted], progress: "_Progress"
-    ) -> None:
+    async def _read_all(self, session: Session, readable: Readable, progress: "_Progress") -> None:
         try:
-            for batch in self._batches(wanted):
+            for batch in self._batches(readable.wanted):
                 left_s = progress.until_s - clock.now_s()
                 if left_s <= 0:
-                    raise TransferLate(f"{progress.arrived} of {len(wanted)} blocks came in time")
+                    raise TransferLate(f"{progress.blocks} blocks came in time, not all")
                 spans = [self._span(one) for one in batch]
                 await session.read(spans, self._memory, deadline_s=left_s)
                 good = await asyncio.to_thread(self._leading_verified, batch)
-                progress.arrived += good
+                for one, span in zip(batch[:good], spans, strict=False):
+                    progress.verified[one.position] = one.group + len(one.tags)
+                    progress.moved_bytes += span.size
+                    progress.early_bytes += span.size if readable.early else 0
                 if good < len(batch):
-                    raise KvCorrupt(
-                        f"block {progress.arrived} of {len(wanted)} does not match its tag"
-                    )
+                    raise KvCorrupt(f"block {batch[good].position} does not match its tag")
         except (TransferLate, TransferCancelled) as exc:
             progress.failure = _reason(exc)
             progress.still_written = not await _ended(session)
@@ -217,25 +279,35 @@ class BlockReader:
 
     def _batches(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         """Small enough that verifying one overlaps little waiting, large enough to be efficient."""
-        count = max(1, _BATCH_BYTES // self._geometry.block_bytes)
-        left = iter(wanted)
-        while batch := list(islice(left, count)):
+        batch: list[Wanted] = []
+        size = 0
+        for one in wanted:
+            if batch and size + self._span(one).size > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(one)
+            size += self._span(one).size
+        if batch:
             yield batch
 
     def _span(self, one: Wanted) -> Span:
-        size = self._geometry.block_bytes
-        return Span(remote=one.source.offset, local=one.block * size, size=size)
+        """ValueError for groups that a block does not have; sessions check the region's bounds."""
+        if one.group + len(one.tags) > self.groups:
+            raise ValueError(f"{len(one.tags)} layer groups from {one.group} of {self.groups}")
+        start, end = self._starts[one.group], self._starts[one.group + len(one.tags)]
+        local = one.block * self._geometry.block_bytes
+        return Span(remote=one.offset + start, local=local + start, size=end - start)
 
     def _leading_verified(self, batch: Sequence[Wanted]) -> int:
-        groups = self._geometry.layer_group_bytes
-        for number, (source, block, binding) in enumerate(batch):
-            try:
-                tags = [bytes.fromhex(tag) for tag in source.tags]
-            except ValueError:
-                return number
-            if not matches(binding, groups, self._view(block), tags):
-                return number
-        return len(batch)
+        return next((n for n, one in enumerate(batch) if not self._matches(one)), len(batch))
+
+    def _matches(self, one: Wanted) -> bool:
+        block = self._view(one.block)
+        for group, expected in enumerate(one.tags, one.group):
+            part = block[self._starts[group] : self._starts[group + 1]]
+            if tag(one.binding, group, part).hex() != expected:
+                return False
+        return True
 
 
 async def _ended(session: Session) -> bool:

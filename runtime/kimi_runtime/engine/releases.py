@@ -4,14 +4,11 @@ A release that fails is not tried again: the lease ends the pin.
 """
 
 import asyncio
-import secrets
-from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from kimi_runtime import auth, clock
 from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.signed import signed_headers
 
 _MAX_QUEUED = 1024
 _AT_ONCE = 8
@@ -42,22 +39,11 @@ class Releaser:
         while True:
             url = await self._queue.get()
             try:
-                async with http.post(url, headers=self._headers(url), data=b"") as answer:
+                async with http.post(
+                    url, headers=signed_headers(self._call_key, "POST", url), data=b""
+                ) as answer:
                     # 404: the lease was over first, which is what we want as well
                     ended = answer.ok or answer.status == 404
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 ended = False
             self._counters.release_failures += not ended
-
-    def _headers(self, url: str) -> Mapping[str, str]:
-        parts = urlsplit(url)
-        target = parts.path + (f"?{parts.query}" if parts.query else "")
-        signature = auth.sign(
-            self._call_key,
-            "POST",
-            target,
-            b"",
-            unix_s=clock.unix_s(),
-            nonce=secrets.token_bytes(auth.NONCE_BYTES),
-        )
-        return {auth.HEADER: signature}

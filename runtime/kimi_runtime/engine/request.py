@@ -66,6 +66,7 @@ class Request:
     computed: int = 0
     fetched: dict[int, Fetched] = field(default_factory=dict)
     hand_off_bytes: int = 0
+    hand_off_early_bytes: int = 0
     hand_off_failure: str | None = None
     usage: KvUsage | None = None
     """Where the prompt's KV came from; set when the request first runs."""
@@ -102,5 +103,6 @@ class Request:
             hand_off_tokens=tokens["hand_off"],
             computed_tokens=self.prompt_tokens - sum(tokens.values()),
             hand_off_bytes=self.hand_off_bytes,
+            hand_off_early_bytes=self.hand_off_early_bytes,
             hand_off_failure=self.hand_off_failure,
         )

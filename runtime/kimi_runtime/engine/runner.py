@@ -1,6 +1,7 @@
 """The runner on torch: a step plan in, sampled ids out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -79,10 +80,14 @@ class TorchRunner:
     def layer_group_bytes(self) -> tuple[int, ...]:
         """Up to four groups of consecutive layers, as even as they can be."""
         layers, groups = self.spec.layers, min(_LAYER_GROUPS, self.spec.layers)
-        layer_bytes = self.block_bytes // layers
         return tuple(
-            ((i + 1) * layers // groups - i * layers // groups) * layer_bytes for i in range(groups)
+            ((i + 1) * layers // groups - i * layers // groups) * self._layer_bytes
+            for i in range(groups)
         )
+
+    @property
+    def _layer_bytes(self) -> int:
+        return self.block_bytes // self.spec.layers
 
     def block(self, number: int) -> memoryview:
         """The writable bytes of a KV block."""
@@ -90,7 +95,13 @@ class TorchRunner:
             raise IndexError(f"block {number} of {self.blocks}")
         return self._view[number * self.block_bytes : (number + 1) * self.block_bytes]
 
-    def run(self, plan: StepPlan, samplers: Mapping[int, RequestSampler]) -> Sequence[Sampled]:
+    def run(
+        self,
+        plan: StepPlan,
+        samplers: Mapping[int, RequestSampler],
+        *,
+        group_done: Callable[[int], None] | None = None,
+    ) -> Sequence[Sampled]:
         """Compute the step. RowsFailed names the requests without a result and has the others'."""
         self._set_threads()
         errors: dict[int, KimistackError] = {}
@@ -107,11 +118,27 @@ class TorchRunner:
             return ()
         tokens = sum(len(row.ids) for row in rows)
         step = self._builder.build(rows, padded_rows(tokens))
-        logits = self.model.forward(step, self._cache)[:, : self._drawable]
+        after_layer = None if group_done is None else self._group_ends(group_done)
+        logits = self.model.forward(step, self._cache, after_layer)[:, : self._drawable]
         sampled = self._draw([row for row in rows if row.sample], logits, samplers, errors)
         if errors:
             raise RowsFailed(errors, sampled)
         return sampled
+
+    def _group_ends(self, group_done: Callable[[int], None]) -> Callable[[int], None] | None:
+        """What to call after each layer so that `group_done` hears of layer groups; None on a
+        device, whose work has only been queued by then.
+        """
+        if self.model.device.type != "cpu":
+            return None
+        layers = accumulate(size // self._layer_bytes for size in self.layer_group_bytes)
+        groups = {last - 1: group for group, last in enumerate(layers)}
+
+        def after_layer(index: int) -> None:
+            if (group := groups.get(index)) is not None:
+                group_done(group)
+
+        return after_layer
 
     def _set_threads(self) -> None:
         # OpenMP keeps the number per calling thread, and a new one starts with the machine's cores

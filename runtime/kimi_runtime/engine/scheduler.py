@@ -71,6 +71,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: dict[int, Request] = {}
         self._completed: list[Request] = []
+        self._preempted: list[Request] = []
         self._in_flight: dict[int, Request] = {}
         self._leaving: list[Request] = []
 
@@ -151,6 +152,13 @@ class Scheduler:
         """
         completed, self._completed = self._completed, []
         return completed
+
+    def take_preempted(self) -> list[Request]:
+        """Requests that were preempted since the last call: what else holds their blocks should
+        let go, or who they were preempted for gets none.
+        """
+        preempted, self._preempted = self._preempted, []
+        return preempted
 
     def plan(self) -> StepPlan:
         """The next step; empty if nothing can be computed now."""
@@ -295,6 +303,7 @@ class Scheduler:
         del self._running[request.number]
         self._strip(request)
         self.add(request)
+        self._preempted.append(request)
         self.preemptions += 1
 
     def _strip(self, request: Request) -> None:

@@ -13,7 +13,7 @@ from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch import Pool
 from kimi_runtime.engine.freed import Freed
-from kimi_runtime.engine.handoff import BlockView
+from kimi_runtime.engine.geometry import BlockView
 from kimi_runtime.engine.scheduler import SealedBlock
 
 _BATCH_BLOCKS = 32

@@ -41,6 +41,8 @@ class Stream:
     prompt_counted: bool = False
     completed: bool = False
     """The prompt's KV is there, and that is all that was wanted."""
+    told_early: bool = False
+    """The caller has the ticket under which the KV is handed over while it is computed."""
     arrived_s: float = field(default_factory=clock.now_s)
     prepared_s: float | None = None
     began_s: float | None = None
@@ -70,6 +72,8 @@ class Stream:
         """A step computes a part of it."""
         if self.began_s is None:
             self.began_s = clock.now_s()
+            if self.ticket_due:
+                self._changed.set()
 
     def complete(self) -> None:
         """The prompt's KV is there."""
@@ -105,9 +109,17 @@ class Stream:
         finally:
             self._waits = None
 
+    @property
+    def ticket_due(self) -> bool:
+        """Whether the caller is to have a ticket now, before the prompt is computed."""
+        wanted = self.asked.kv.offer and self.asked.kv.early and self.began_s is not None
+        return wanted and not self.told_early and not self.completed
+
     async def changed(self) -> None:
-        """Wait for ids, a failure or completion; at once if there is something to take."""
-        while not (self._ids or self.failure is not None or self.completed):
+        """Wait for ids, a failure, completion or the time for an early ticket; at once if there is
+        something to take.
+        """
+        while not (self._ids or self.failure is not None or self.completed or self.ticket_due):
             self._changed.clear()
             async with self.waiting():
                 await self._changed.wait()

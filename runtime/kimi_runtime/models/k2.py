@@ -1,6 +1,6 @@
 """The K2 family's decoder: dense layers first, then mixtures of experts, MLA in all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -67,12 +67,23 @@ class K2Model:
         return StepBuilder(cache, self.geometry, self.device)
 
     @torch.inference_mode()
-    def forward(self, step: StepInputs, cache: KvCache) -> Tensor:
-        """Logits [S, vocab_size] fp32 of the step's sampled tokens; fills the cache."""
+    def forward(
+        self,
+        step: StepInputs,
+        cache: KvCache,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Logits [S, vocab_size] fp32 of the step's sampled tokens; fills the cache.
+
+        `after_layer` is called with each layer's index once that layer's work is queued, which on
+        a CPU means done.
+        """
         x = functional.embedding(step.ids, self._embedding)
         angles = self.angles(step.positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, step, angles, cache, index)
+            if after_layer is not None:
+                after_layer(index)
         if not len(step.sampled):
             return x.new_zeros((0, self.spec.vocab_size), dtype=torch.float32)
         return self._head(self._norm(x[step.sampled])).float()

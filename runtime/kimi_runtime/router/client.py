@@ -94,7 +94,8 @@ class PeerClient:
 
         Closing the iterator closes the connection, which cancels the request at the worker.
         """
-        body = request.model_dump_json().encode()
+        # a worker of an earlier version refuses what it does not know, even if it asks for nothing
+        body = request.model_dump_json(exclude_defaults=True).encode()
         limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
         headers = {TRACE_HEADER: trace_id, "Content-Type": "application/json"}
         async with AsyncExitStack() as held:

@@ -50,6 +50,9 @@ class Course:
         self.name, self.decision, self._insight = name, decision, insight
         self.prefill_keys: Sequence[bytes] = ()
         """Of the prompt's full blocks, in the geometry of who prefills it."""
+        self.streamed = False
+        """Whether KV was handed over while the prompt was computed: then reading it took as long
+        as that did, and says nothing of the links."""
         self._usage: KvUsage | None = None
         self._timing: Timing | None = None
         self._hand_off_bytes: int | None = None
@@ -146,7 +149,7 @@ class Course:
             if usage.pool_tokens >= MOST_OF_IT * (fetch.end - fetch.start):
                 learning.transferred(f"{self.name}.fetch", fetch, timing.prepared_s, now_s=now_s)
         hand_off, taken, took = plan.hand_off, chunk.usage, chunk.timing
-        if hand_off is None or taken is None or took is None:
+        if hand_off is None or taken is None or took is None or self.streamed:
             return
         if taken.hand_off_bytes and taken.hand_off_failure is None:
             real: Fetch = replace(hand_off, size_bytes=taken.hand_off_bytes)

@@ -1,5 +1,8 @@
 """Carrying a plan out: prefill, hand-off, decode; retries before the first token; nothing leaks.
 
+Between workers that stream, the decode leg starts as soon as the prompt is being computed, and
+both go on beside each other; what becomes of the prefill then is the decode worker's to cope with.
+
 Whoever stops reading (a client that left, a deadline) closes the generator, which closes the
 connection to the worker that is busy with the request, and that cancels it there. A hand-off is
 released as soon as the decode worker has answered, or when the attempt ends without it.
@@ -8,8 +11,8 @@ released as soon as the decode worker has answered, or when the attempt ends wit
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 
 from kimi_runtime import clock
 from kimi_runtime.errors import (
@@ -179,11 +182,15 @@ class Dispatcher:
         plan, wire_id = decision.plan, course.name
         whole = plan.prefill is None
         lacking = len(job.ids) - decision.workers[plan.prefill or plan.decode].cached_tokens
-        with self._entered(plan.decode, wire_id, lacking if whole else 0) as decode_began:
+        async with AsyncExitStack() as owned:
+            decode_began = owned.enter_context(
+                self._entered(plan.decode, wire_id, lacking if whole else 0)
+            )
             hand_off = None
             if plan.prefill is not None:
-                with self._entered(plan.prefill, wire_id, lacking):
-                    hand_off = await self._prefill(job, plan, course)
+                hand_off = await owned.enter_async_context(
+                    self._prefilling(job, plan, course, lacking)
+                )
             try:
                 kv = KvPlan(take=hand_off, sources=self._sources(plan) if whole else ())
                 request = self._request(job, plan.decode, wire_id, kv)
@@ -204,20 +211,55 @@ class Dispatcher:
                 if hand_off is not None:
                     self._release(job, hand_off)
 
-    async def _prefill(self, job: Job, plan: Plan, course: Course) -> HandOff:
+    @asynccontextmanager
+    async def _prefilling(
+        self, job: Job, plan: Plan, course: Course, lacking: int
+    ) -> AsyncIterator[HandOff]:
+        """The hand-off of the plan's prefill, which may go on inside the block and ends with it."""
+        told: asyncio.Future[HandOff] = asyncio.get_running_loop().create_future()
+        told.add_done_callback(lambda told: told.cancelled() or told.exception())
+        leg = self._prefill(job, plan, course, lacking, told)
+        task = self._tasks.create_task(leg, name=f"prefill {course.name}")
+        try:
+            hand_off = await told
+            course.streamed = hand_off.progress_url is not None
+            yield hand_off
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _prefill(
+        self, job: Job, plan: Plan, course: Course, lacking: int, told: "asyncio.Future[HandOff]"
+    ) -> None:
+        """The prefill leg to its end. What fails before the hand-off is told is told instead."""
         worker = plan.prefill
         assert worker is not None  # it is a pair's
         started_s = clock.now_s()
-        kv = KvPlan(offer=True, sources=self._sources(plan))
-        request = self._request(job, worker, course.name, kv)
-        async with aclosing(self._leg(job, worker, request)) as chunks:
-            async for chunk in chunks:
-                job.journey.prefill_usage = chunk.usage or job.journey.prefill_usage
-                if chunk.hand_off is not None:
-                    job.journey.prefill_s = clock.now_s() - started_s
-                    course.prefilled(chunk)
-                    return chunk.hand_off
-        raise _LegFailed(worker, WorkerFailed(f"{worker} finished a prefill without a hand-off"))
+        kv = KvPlan(offer=True, early=self._streams(plan), sources=self._sources(plan))
+        try:
+            request = self._request(job, worker, course.name, kv)
+            with self._entered(worker, course.name, lacking):
+                async with aclosing(self._leg(job, worker, request)) as chunks:
+                    async for chunk in chunks:
+                        job.journey.prefill_usage = chunk.usage or job.journey.prefill_usage
+                        if chunk.finish is FinishReason.HANDED_OFF:
+                            job.journey.prefill_s = clock.now_s() - started_s
+                            course.prefilled(chunk)
+                        if chunk.hand_off is not None and not told.done():
+                            told.set_result(chunk.hand_off)
+            if not told.done():
+                without = WorkerFailed(f"{worker} finished a prefill without a hand-off")
+                raise _LegFailed(worker, without)
+        except Exception as exc:
+            if not told.done():
+                told.set_exception(exc)
+            elif isinstance(exc, _LegFailed):
+                self._note(job, exc, begun=True)
+
+    def _streams(self, plan: Plan) -> bool:
+        """Whether both workers of the plan can hand KV over while it is computed."""
+        infos = [self._fleet[worker].info for worker in (plan.prefill, plan.decode) if worker]
+        return all(info is not None and info.capabilities.layer_streaming for info in infos)
 
     async def _leg(
         self, job: Job, worker: str, request: GenerateRequest
@@ -241,9 +283,11 @@ class Dispatcher:
             raise _LegFailed(worker, exc) from exc
 
     def _sources(self, plan: Plan) -> tuple[str, ...]:
-        """Peers whose memory the plan reads; a worker reads its own pool unasked."""
-        named = [fetch.source for fetch in plan.fetches]
-        return tuple(name for name in named if name in self._fleet.nodes)
+        """Whose memory the plan reads: workers', other nodes' pools; its own pool is read unasked."""
+        nodes = self._fleet.nodes
+        own = nodes.get(plan.prefill or plan.decode)
+        named = [fetch.source for fetch in plan.fetches if fetch.source != own]
+        return tuple(name for name in named if name in nodes or name in nodes.values())
 
     def _keys(self, job: Job, worker: str) -> Sequence[bytes]:
         info = self._fleet[worker].info

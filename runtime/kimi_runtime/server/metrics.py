@@ -330,6 +330,10 @@ class _WorkerState:
             "hand_offs_released": ("Hand-offs ended by their taker.", counters.hand_offs_released),
             "hand_offs_expired": ("Hand-offs ended by their lease.", counters.hand_offs_expired),
             "hand_off_bytes": ("KV bytes taken from hand-offs.", counters.hand_off_bytes),
+            "hand_off_early_bytes": (
+                "Of the bytes taken, those read before their owner had the whole prompt.",
+                counters.hand_off_early_bytes,
+            ),
             "hand_off_blocks": ("KV blocks taken from hand-offs.", counters.hand_off_blocks),
             "release_failures": ("Releases nobody answered.", counters.release_failures),
         }

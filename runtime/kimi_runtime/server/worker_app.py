@@ -24,7 +24,7 @@ from kimi_runtime.server.fence import Fence
 from kimi_runtime.server.lease import Lease
 from kimi_runtime.server.metrics import CONTENT_TYPE, WorkerMetrics
 from kimi_runtime.server.stream import NDJSON, Streamed
-from kimi_runtime.spec.request import GenerateChunk, GenerateRequest, Sampling
+from kimi_runtime.spec.request import GenerateChunk, GenerateRequest, HandOffProgress, Sampling
 from kimi_runtime.spec.worker import LoadReport
 from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
 
@@ -180,6 +180,18 @@ def worker_app(server: WorkerServer) -> FastAPI:
             _all(lines), media_type=NDJSON, last_words=lambda error: b"", stall_s=STALL_S
         )
 
+    async def progress(request: Request) -> Streamed:
+        trace_of(request.scope).quiet = True
+        await server.signed_body(request)
+        _, after = follow_from(request.query_params)
+        lines = adapter.progress(request.path_params["ticket"], after)
+        return Streamed(
+            _progress_lines(lines),
+            media_type=NDJSON,
+            last_words=lambda error: b"",
+            stall_s=STALL_S,
+        )
+
     async def release(request: Request) -> Response:
         trace_of(request.scope).quiet = True
         await server.signed_body(request)
@@ -205,6 +217,7 @@ def worker_app(server: WorkerServer) -> FastAPI:
     app.add_route("/info", info, ["GET"])
     app.add_route("/load", load, ["GET"])
     app.add_route("/feed", feed, ["GET"])
+    app.add_route("/handoff/{ticket}/progress", progress, ["GET"])
     app.add_route("/handoff/{ticket}/release", release, ["POST"])
     app.add_route("/healthz", healthz, ["GET"])
     app.add_route("/readyz", readyz, ["GET"])
@@ -255,6 +268,14 @@ async def _lines(
             if chunk.finish is not None:
                 trace.fields["finish"] = chunk.finish
             yield _line(chunk)
+
+
+async def _progress_lines(
+    lines: AsyncGenerator[HandOffProgress, None],
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(lines):
+        async for line in lines:
+            yield line.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
 async def _all(lines: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -111,14 +111,49 @@ class HandOff(ReportModel):
     also: tuple[RegionRef, ...] = Field(
         (), description="The same memory by other transports; the order is the owner's, best first."
     )
-    tokens: NonNegativeInt
+    tokens: NonNegativeInt = Field(description="Of the whole prompt, also while it is computed.")
     blocks: tuple[HandOffBlock, ...]
-    lease_s: Annotated[float, Gt(0)]
+    lease_s: Annotated[float, Gt(0)] = Field(description="From when all blocks are computed.")
+    progress_url: str | None = Field(
+        None,
+        description="Where `HandOffProgress` tells which blocks can be read, while the prompt is "
+        "still being computed; `blocks` is empty then. None: all of them are in `blocks`.",
+    )
 
     @property
     def regions(self) -> tuple[RegionRef, ...]:
         """Every way to reach the blocks."""
         return (self.region, *self.also)
+
+
+class HandOffPart(ReportModel):
+    """Consecutive layer groups of one block that can be read now."""
+
+    block: NonNegativeInt = Field(description="Number of the block in the prompt, from 0.")
+    key: BlockKeyHex | None = Field(description="None for the partial tail, which has no key.")
+    offset: NonNegativeInt = Field(description="Of the whole block in the region, bytes.")
+    group: NonNegativeInt = Field(description="The first of the layer groups.")
+    tags: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="Hex, one per layer group, over the group's bytes."
+    )
+
+
+class HandOffProgress(ReportModel):
+    """One line of `GET /handoff/{ticket}/progress?after=N`: the parts after the first N.
+
+    How many parts there are is the one measure of progress. It only rises, a part never changes,
+    and `first` is N plus what earlier lines of the stream had: whoever finds another number has
+    lost count and reads no more. A line without parts says that the owner is alive.
+    """
+
+    epoch: NonNegativeInt = Field(description="Of the region; another one is another memory.")
+    first: NonNegativeInt
+    parts: tuple[HandOffPart, ...] = ()
+    end: Literal["complete", "withdrawn", "failed"] | None = Field(
+        None,
+        description="complete: these are all. withdrawn: no more will come. failed: no more will "
+        "come, and what came must not be used.",
+    )
 
 
 class KvPlan(SpecModel):
@@ -131,6 +166,11 @@ class KvPlan(SpecModel):
     sources: tuple[str, ...] = Field((), description="Owners to fetch from, best first.")
     take: HandOff | None = Field(None, description="Pull the blocks this worker lacks from here.")
     offer: bool = Field(False, description="End with a HandOff instead of sampling.")
+    early: bool = Field(
+        False,
+        description="With `offer`: tell the HandOff, with `progress_url`, as soon as the prompt is "
+        "being computed. For workers whose capabilities say `layer_streaming`.",
+    )
 
 
 class GenerateRequest(SpecModel):
@@ -164,6 +204,9 @@ class KvUsage(ReportModel):
     hand_off_tokens: NonNegativeInt = 0
     computed_tokens: NonNegativeInt = 0
     hand_off_bytes: NonNegativeInt = 0
+    hand_off_early_bytes: NonNegativeInt = Field(
+        0, description="Of `hand_off_bytes`, those read before their owner had the whole prompt."
+    )
     hand_off_failure: str | None = Field(
         None,
         description="Why not all that was lacking was taken from the hand-off; the rest came from "
@@ -205,5 +248,7 @@ class GenerateChunk(ReportModel):
     timing: Timing | None = Field(
         None, description="With `usage`, from engines that measure it: what routers learn from."
     )
-    hand_off: HandOff | None = None
+    hand_off: HandOff | None = Field(
+        None, description="With `finish`, or before it where it was to be told early."
+    )
     error: ErrorBody | None = None

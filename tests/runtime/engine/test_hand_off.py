@@ -14,7 +14,8 @@ from hash_engine import BLOCK_TOKENS, Running, Setup, hash_engine, request
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.freed import Freed
-from kimi_runtime.engine.handoff import HandOffs, KvGeometry
+from kimi_runtime.engine.geometry import KvGeometry
+from kimi_runtime.engine.handoff import HandOffs, TicketUrls
 from kimi_runtime.engine.request import KeyChain, Request
 from kimi_runtime.errors import DeadlineExceeded, TransferLate
 from kimi_runtime.spec.request import FinishReason, GenerateRequest, HandOff, KvPlan, RegionRef
@@ -364,7 +365,7 @@ async def test_an_offer_that_is_cancelled_pins_nothing():
         view,
         EngineCounters(),
         lease_s=30.0,
-        release_url=str,
+        urls=TicketUrls(release=str, progress=str),
         freed=Freed(),
     )
     taken = blocks.allocate(1)

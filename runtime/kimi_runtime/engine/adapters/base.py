@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from kimi_runtime.engine.counters import EngineCounters
-from kimi_runtime.spec.request import GenerateChunk, GenerateRequest
+from kimi_runtime.spec.request import GenerateChunk, GenerateRequest, HandOffProgress
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 from kimi_runtime.umbp.feed import FeedLog
 
@@ -27,13 +27,20 @@ class Adapter(Protocol):
         """Run one request and yield chunks; the last has `finish`.
 
         With `kv.offer` nothing is sampled and the last chunk has `hand_off`, whose blocks stay
-        pinned until `release` or the lease's end. Closing the iterator (`aclose`, cancellation)
+        pinned until `release` or the lease's end. With `kv.early` an earlier chunk may have it
+        instead, which `progress` then tells more of. Closing the iterator (`aclose`, cancellation)
         frees everything the request holds at once. Raises RequestError for a request it can never
         serve, Overloaded when its queue is full, DeadlineExceeded after `deadline_ms`.
         """
 
     def counters(self) -> EngineCounters:
         """A snapshot of what it has done since it started."""
+
+    def progress(self, ticket: str, after: int) -> AsyncGenerator[HandOffProgress, None]:
+        """What of a hand-off told early can be read, after its first `after` parts, to its end.
+
+        NotFound if the ticket is unknown or has ended, or never had so many parts.
+        """
 
     async def release(self, ticket: str) -> bool:
         """End a hand-off; False if the ticket is unknown or already ended."""

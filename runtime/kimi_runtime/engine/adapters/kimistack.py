@@ -10,6 +10,7 @@ from kimi_runtime import clock
 from kimi_runtime.auth import read_call_keys
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
 from kimi_runtime.engine.assembly import Backing, assemble
+from kimi_runtime.engine.handoff import TicketUrls
 from kimi_runtime.engine.runner import TorchRunner, kv_block_bytes
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.models.weights import ModelWeights, open_weights
@@ -67,7 +68,10 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
             spec.limits,
             lease_s=spec.hand_off_lease,
             deadline_s=spec.pull_deadline,
-            release_url=lambda ticket: _url(spec, f"/handoff/{ticket}/release"),
+            urls=TicketUrls(
+                release=lambda ticket: _url(spec, f"/handoff/{ticket}/release"),
+                progress=lambda ticket: _url(spec, f"/handoff/{ticket}/progress"),
+            ),
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(engine.run(), name="engine")
@@ -143,7 +147,7 @@ def _info(
             roles=tuple(Role),
             per_request_roles=True,
             fetch_source=False,
-            layer_streaming=False,
+            layer_streaming=True,
             mid_decode_move=False,
             grammar=True,
             logprobs=True,

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from kimi_runtime import clock
@@ -13,9 +14,15 @@ from kimi_runtime.engine.loop import Parts, StepLoop
 from kimi_runtime.engine.request import KeyChain, Request, rank_of
 from kimi_runtime.engine.sampler import GrammarMask, RequestSampler
 from kimi_runtime.engine.stream import Stopped, Stream
-from kimi_runtime.errors import DeadlineExceeded, KimistackError, RequestError
+from kimi_runtime.errors import DeadlineExceeded, KimistackError, NotFound, RequestError
 from kimi_runtime.protocol.vocabulary import Vocabulary
-from kimi_runtime.spec.request import FinishReason, GenerateChunk, GenerateRequest, Grammar
+from kimi_runtime.spec.request import (
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    Grammar,
+    HandOffProgress,
+)
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.keys import hex_keys, root_key
@@ -107,13 +114,32 @@ class ReferenceAdapter:
                 ended = "failed"
                 raise
             finally:
+                if self._parts.hand_offs is not None:
+                    self._parts.hand_offs.abandon(stream.request, failed=ended == "failed")
                 self._loop.leave(stream)
                 self._counters.finished[ended] += 1
                 self._request_s += 0.2 * (clock.now_s() - arrived_s - self._request_s)
 
     async def release(self, ticket: str) -> bool:
-        """End a hand-off; False if the ticket is unknown or already ended."""
-        return self._parts.hand_offs is not None and self._parts.hand_offs.release(ticket)
+        """End a hand-off; False if the ticket is unknown or already ended.
+
+        Nobody wants a prompt any more whose hand-off is released while it is computed.
+        """
+        if self._parts.hand_offs is None:
+            return False
+        unwanted = self._parts.hand_offs.computing(ticket)
+        for stream in self._loop.streams if unwanted is not None else ():
+            if stream.request is unwanted:
+                stream.stop()
+        return self._parts.hand_offs.release(ticket)
+
+    async def progress(self, ticket: str, after: int) -> AsyncGenerator[HandOffProgress, None]:
+        """What of a hand-off can be read; see `Adapter.progress`."""
+        if self._parts.hand_offs is None:
+            raise NotFound(f"worker {self._info.name} hands nothing off")
+        async with aclosing(self._parts.hand_offs.progress(ticket, after)) as lines:
+            async for line in lines:
+                yield line
 
     async def drain(self, *, within_s: float) -> None:
         """Refuse new requests, let the running ones finish within the time, then cancel them.
@@ -249,14 +275,20 @@ class ReferenceAdapter:
             return stream.take()
         if stream.failure is not None:
             raise stream.failure
+        if stream.ticket_due and self._parts.hand_offs is not None:
+            stream.told_early = True
+            hand_off = self._parts.hand_offs.open(stream.request)
+            return GenerateChunk(hand_off=hand_off, usage=stream.request.usage)
         if not stream.completed:
             return None
-        hand_off = None
-        if stream.asked.kv.offer and self._parts.hand_offs is not None:
+        hand_off, hand_offs = None, self._parts.hand_offs
+        if stream.told_early and hand_offs is not None:
+            hand_offs.complete(stream.request)
+        elif stream.asked.kv.offer and hand_offs is not None:
             async with stream.waiting():
-                hand_off = await self._parts.hand_offs.offer(stream.request)
+                hand_off = await hand_offs.offer(stream.request)
         self._loop.leave(stream)
-        stream.finish = FinishReason.LENGTH if hand_off is None else FinishReason.HANDED_OFF
+        stream.finish = FinishReason.HANDED_OFF if stream.asked.kv.offer else FinishReason.LENGTH
         return stream.take().model_copy(update={"hand_off": hand_off})
 
 

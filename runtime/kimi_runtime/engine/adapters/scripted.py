@@ -16,11 +16,12 @@ from kimi_runtime.engine.adapters.scripted_kv import ScriptedKv
 from kimi_runtime.engine.adapters.scripts import Reply, Script
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.intake import Intake
-from kimi_runtime.errors import DeadlineExceeded, KimistackError, Overloaded, RequestError
+from kimi_runtime.errors import DeadlineExceeded, KimistackError, NotFound, Overloaded, RequestError
 from kimi_runtime.spec.request import (
     FinishReason,
     GenerateChunk,
     GenerateRequest,
+    HandOffProgress,
     KvUsage,
     Timing,
     TokenLogprob,
@@ -174,6 +175,11 @@ class ScriptedAdapter:
             finally:
                 await chunks.aclose()
                 self._counters.finished[ended] += 1
+
+    async def progress(self, ticket: str, after: int) -> AsyncGenerator[HandOffProgress, None]:
+        """It tells no hand-off early."""
+        raise NotFound(f"worker {self._info.name} has no hand-off {ticket} to be followed")
+        yield HandOffProgress(epoch=self._info.epoch, first=after)
 
     async def release(self, ticket: str) -> bool:
         """End a hand-off; False if the ticket is unknown, ended or past its lease."""
