@@ -324,5 +324,6 @@ def _view(
         unused_blocks=more.unused_blocks,
         space_price_s=more.space_price_s,
         fetches=info.capabilities.fetch_source,
+        reads_pools=info.capabilities.fetch_source,
         streams=streams_of(info),
     )

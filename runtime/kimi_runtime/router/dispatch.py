@@ -283,7 +283,7 @@ class Dispatcher:
             raise _LegFailed(worker, exc) from exc
 
     def _sources(self, plan: Plan) -> tuple[str, ...]:
-        """Whose memory the plan reads: workers', other nodes' pools; its own pool is read unasked."""
+        """Whose memory is read: workers' and other nodes' pools'; its own pool is read unasked."""
         nodes = self._fleet.nodes
         own = nodes.get(plan.prefill or plan.decode)
         named = [fetch.source for fetch in plan.fetches if fetch.source != own]

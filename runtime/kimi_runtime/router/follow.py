@@ -8,10 +8,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 from kimi_runtime.errors import KimistackError
 from kimi_runtime.router.client import PeerClient
 from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.router.view import KvSource
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
 from kimi_runtime.umbp.feed import FollowState
 from kimi_runtime.umbp.index import Index
@@ -20,6 +22,14 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """Tokens of a prompt's leading run: by worker in its own memory and in its pool; all pools."""
+
+    own: dict[str, int]
+    pooled: dict[str, int]
+    pools: tuple[KvSource, ...]
 
 
 class Feeds:
@@ -81,20 +91,29 @@ class Feeds:
         geometries: Mapping[str, Geometry],
         keys: Mapping[Geometry, Sequence[bytes]],
         nodes: Mapping[str, str],
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Tokens of the prompt's leading run, by worker: in its own memory, and in its pool.
+    ) -> Found:
+        """Who has how much of the prompt; see `pools_of`.
 
-        See `pools_of`.
+        While workers of several geometries run, no pool is named: each has blocks of any of them.
         """
         runs = {geometry: self._index.prefix_runs(run) for geometry, run in keys.items()}
-        own, pooled = {}, {}
+        own: dict[str, int] = {}
+        pooled: dict[str, int] = {}
         for worker, geometry in geometries.items():
             held = runs[geometry]
             pools = self.pools_of(nodes.get(worker, ""))
             in_pool = max((held.get(pool, 0) for pool in pools), default=0)
             own[worker] = held.get(worker, 0) * geometry.block_tokens
             pooled[worker] = in_pool * geometry.block_tokens
-        return own, pooled
+        sources: tuple[KvSource, ...] = ()
+        if len(runs) == 1:
+            (geometry,), (held,) = runs, runs.values()
+            sources = tuple(
+                KvSource(name, name, self._index.tier(name) or "dram", run * geometry.block_tokens)
+                for name, run in held.items()
+                if name in self._pools
+            )
+        return Found(own, pooled, sources)
 
     async def follow(self, owner: str) -> None:
         """Keep one owner's copy up to date until cancelled."""

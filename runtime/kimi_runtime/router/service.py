@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 
@@ -275,7 +276,8 @@ class Router:
             for name, geometry in self.fleet.geometries.items()
             if geometry in job.keys  # a worker that appeared since has nothing cached for it
         }
-        cached, pooled = self.feeds.cached_tokens(geometries, job.keys, self.fleet.nodes)
+        found = self.feeds.cached_tokens(geometries, job.keys, self.fleet.nodes)
+        cached, pooled = found.own, found.pooled
         self.insight.promised(job.fronts, cached, now_s=now_s)
         need_tokens = len(job.ids) + job.sampling.max_tokens
 
@@ -285,6 +287,8 @@ class Router:
 
         views = self.fleet.views(cached, pooled, facts, now_s=now_s)
         asked = self.insight.request(job.view(now_s=now_s), job.fronts, cached, now_s=now_s)
+        if found.pools and any(view.fetches for view in views):
+            asked = replace(asked, sources=found.pools)
         return asked, views
 
 

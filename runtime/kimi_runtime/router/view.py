@@ -83,6 +83,8 @@ class WorkerView:
     """Like `KvSource.checkpoints`, in its own memory."""
     fetches: bool = False
     """Whether it can be told which peer to read KV from; its own pool it always uses."""
+    reads_pools: bool = True
+    """Whether the pools of other nodes are within its reach, by itself or through its own pool."""
     streams: int = 1
     """Layer groups that reading and computing, or computing and hand-off, overlap in; 1: none."""
 
@@ -97,7 +99,7 @@ class RequestView:
     """One request. `session` names the conversation for rendezvous hashing, `owners` who had it.
 
     `sources` are places outside the workers' own memories to fetch KV from; where there are none,
-    a worker's `pool_tokens` stand for one.
+    or a worker cannot reach them, its `pool_tokens` stand for one.
     """
 
     prompt_tokens: int

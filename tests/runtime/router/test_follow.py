@@ -23,7 +23,11 @@ async def test_a_workers_pool_is_that_of_its_node():
                 assert feeds._index.apply(owner, line)
         geometries = dict.fromkeys(("d1", "d2", "d3", "d4"), GEOMETRY)
         nodes = {"d1": "node-1", "d2": "node-2", "d3": "node-3", "d4": ""}
-        own, pooled = feeds.cached_tokens(geometries, {GEOMETRY: KEYS}, nodes)
+        own, pooled, found = feeds.cached_tokens(geometries, {GEOMETRY: KEYS}, nodes)
+        assert {(one.name, one.node, one.tier, one.tokens) for one in found} == {
+            ("node-1", "node-1", "dram", 192),
+            ("node-2", "node-2", "dram", 320),
+        }
         assert own == {"d1": 64, "d2": 0, "d3": 0, "d4": 0}
         # no pool runs on the third node; whose node is not known may have any
         assert pooled == {"d1": 192, "d2": 320, "d3": 0, "d4": 320}

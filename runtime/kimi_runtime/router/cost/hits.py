@@ -43,16 +43,17 @@ class Sources:
 
     def __init__(self, request: RequestView, peers: Sequence[KvSource]) -> None:
         self._request, self._peers = request, peers
-        self._found: dict[tuple[int, bool, bool], Found] = {}
+        self._found: dict[tuple[int, bool, bool, bool], Found] = {}
 
     def of(self, worker: WorkerView) -> Found:
         """The worker's sources; it may be one of them itself."""
-        if not self._request.sources and worker.pool_tokens:
+        reached = self._request.sources if worker.reads_pools else ()
+        if not reached and worker.pool_tokens:
             return self._own_pool(worker)
-        key = (worker.block_tokens, worker.checkpoints is None, worker.fetches)
+        key = (worker.block_tokens, worker.checkpoints is None, worker.fetches, bool(reached))
         found = self._found.get(key)
         if found is None:
-            sources = [*self._request.sources, *(self._peers if worker.fetches else ())]
+            sources = [*reached, *(self._peers if worker.fetches else ())]
             found = self._found[key] = self._sorted(sources, worker)
         return found
 
