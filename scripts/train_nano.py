@@ -6,7 +6,8 @@
 
 `run` replaces DIR/state.pt about once a minute and appends to DIR/log.jsonl; it ends after the last
 step of the schedule. `export` writes config.json and model.safetensors as the engine reads them,
-from whatever state is there.
+from whatever state is there. `--steps` is the length of the first of two cycles; the second is 0.6
+times as long.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from kimi_runtime.training.export import write_model
 from kimi_runtime.training.loop import Schedule, StepReport, Training
 
 SEED = 20
-STEPS = 2000
+STEPS, MORE = 2000, 0.6
 BATCH_TOKENS = 4096
 MICRO_TOKENS = 1024  # what of one layer fits a core's cache
 STATE, LOG = "state.pt", "log.jsonl"
@@ -48,16 +49,17 @@ def run(args: argparse.Namespace) -> int:
         micro_tokens=MICRO_TOKENS,
     )
     training = _training(args.steps, structured=not args.unstructured)
+    total = training.schedule.total
     state = args.folder / STATE
     if state.exists():
         training.load(state)
-        print(f"going on from step {training.step} of {args.steps}", flush=True)
+        print(f"going on from step {training.step} of {total}", flush=True)
     saved_s = time.monotonic()
     with (args.folder / LOG).open("a") as file:
         log = _Log(training.tokens)
-        while training.step < args.steps:
+        while training.step < total:
             log.add(training.advance(curriculum.batch(training.step)))
-            done = training.step == args.steps
+            done = training.step == total
             if done or training.step % args.report_every == 0:
                 file.write(json.dumps(log.line()) + "\n")
                 file.flush()
@@ -80,12 +82,16 @@ def _training(steps: int, *, structured: bool = True) -> Training:
     longest = max(stage.longest for stage in STAGES)
     return Training(
         KIMI_NANO,
-        Schedule(steps=steps),
+        _schedule(steps),
         open_vocabulary(),
         seed=SEED,
         positions=longest,
         structured=structured,
     )
+
+
+def _schedule(steps: int) -> Schedule:
+    return Schedule(steps=steps, more_steps=round(MORE * steps))
 
 
 def _keep_freed_memory() -> None:

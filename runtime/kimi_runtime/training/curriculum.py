@@ -21,7 +21,9 @@ _THINKING = 0.7  # of dialogues; in the rest the assistant answers at once
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the run, up to `until` (of 1): shares of each kind, and how long examples are.
+    """A part of the run: shares of each kind of example, and how long they are.
+
+    It lasts up to `until`, where 1 is the end of the first cycle.
 
     `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has.
     """
@@ -42,11 +44,12 @@ STAGES = (
     Stage(0.65, {"pieces": 1, "pairs": 1, "rewritten": 1, "dialogue": 12}, 256, 512, 3, 2, 160),
     Stage(0.85, {"pieces": 1, "pairs": 1, "dialogue": 12, "lookup": 1}, 512, 768, 4, 3, 400),
     Stage(1.00, {"pieces": 1, "dialogue": 10, "lookup": 2}, 1024, 2048, 4, 3, 1200),
+    Stage(1.60, {"pairs": 1, "dialogue": 14, "lookup": 1}, 256, 1280, 4, 3, 600),
 )
 
 
 class Curriculum:
-    """Batches of a run of `steps` steps with `batch_tokens` ids each, in micro-batches."""
+    """Batches of `batch_tokens` ids, in micro-batches; the first cycle has `steps` of them."""
 
     def __init__(
         self,

@@ -32,12 +32,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a run of `steps` goes: rates rise over `warm_up`, stay, and fall to 0 from `decay_from`.
+    """Two cycles. In the first, of `steps`, rates rise over `warm_up`, stay, and fall to 0 from
+    `decay_from` on; in the second, of `more_steps`, they rise to `more_share` and fall at once.
 
     Routed experts pass through MXFP4 from `quantise_from` on. Fractions are of `steps`.
     """
 
     steps: int
+    more_steps: int = 0
+    more_share: float = 0.6
     matrices: float = 6e-3
     others: float = 4e-3
     weight_decay: float = 0.1
@@ -45,11 +48,21 @@ class Schedule:
     decay_from: float = 0.55
     quantise_from: float = 0.85
 
+    @property
+    def total(self) -> int:
+        """Steps of both cycles."""
+        return self.steps + self.more_steps
+
     def rates(self, step: int) -> Rates:
         """Of the step with this number, from 0."""
-        rising = min(1.0, (step + 1) / self.warm_up)
-        left = (self.steps - step) / max(1.0, self.steps * (1 - self.decay_from))
-        share = rising * min(1.0, left)
+        if step < self.steps:
+            rising = min(1.0, (step + 1) / self.warm_up)
+            left = (self.steps - step) / max(1.0, self.steps * (1 - self.decay_from))
+            share = rising * min(1.0, left)
+        else:
+            rising = min(1.0, (step - self.steps + 1) / self.warm_up)
+            left = (self.total - step) / max(1.0, self.more_steps)
+            share = self.more_share * rising * left
         return Rates(self.matrices * share, self.others * share, self.weight_decay)
 
     def quantises(self, step: int) -> bool:

@@ -30,7 +30,7 @@ def test_a_batch_follows_from_its_number_and_the_seed():
     assert curriculum().batch(60) != curriculum(seed=2).batch(60)
 
 
-@pytest.mark.parametrize("step", [0, 10, 30, 60, 80, 95, 99])
+@pytest.mark.parametrize("step", [0, 10, 30, 60, 80, 95, 99, 150])
 def test_every_example_fits_its_stage_and_has_answers(step):
     stage = next(s for s in STAGES if step < s.until * 100)
     batch = curriculum().batch(step)

@@ -57,6 +57,16 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path):
     assert again.step == 1
 
 
+def test_rates_fall_to_nothing_twice():
+    schedule = Schedule(steps=100, more_steps=50, warm_up=2)
+    rates = [schedule.rates(step).matrices for step in range(schedule.total)]
+    assert rates[1] == rates[54] == max(rates) == schedule.matrices
+    assert rates[99] == pytest.approx(schedule.matrices / 45)
+    assert rates[102] == pytest.approx(0.6 * schedule.matrices * 48 / 50)
+    assert rates[102:] == sorted(rates[102:], reverse=True)
+    assert 0 < rates[149] < rates[99]
+
+
 def test_the_loss_on_copies_falls():
     run = training(steps=30)
     losses = [run.advance(batch(step)).loss for step in range(12)]
