@@ -44,6 +44,9 @@ class UmbpSpec(SpecModel):
     name: str
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)]
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="Where peers' and operators' calls are answered; 0: any port that is free."
+    )
     socket: Path = Field(description="Unix socket engines of this node connect to.")
     arena: Path = Field(
         description="The shared memory file; its folder should be tmpfs or hugetlbfs."
@@ -91,12 +94,20 @@ class UmbpSpec(SpecModel):
         description="A FleetSpec whose pools are the peers instead. It is read again when it "
         "changes, so whoever writes it replaces it as a whole.",
     )
+    peers_within: Seconds = Field(
+        10.0, description="Until it is ready, a start waits so long to know what peers hold."
+    )
     lends: bool = Field(
         False, description="Whether others may fetch from here also where no peers are named."
     )
     transfer: Literal["tcp", "verbs"] = Field("tcp", description="How peers copy from here.")
     network: TransferNetwork = TransferNetwork()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def control_socket(self) -> Path:
+        """Unix socket for `kimistack umbp` on this node."""
+        return self.socket.with_name(f"{self.socket.name}.control")
 
     @property
     def has_peers(self) -> bool:
@@ -109,10 +120,21 @@ class UmbpSpec(SpecModel):
             raise ValueError("peers and peers_file both say who the peers are: leave one out")
         if len({peer.name for peer in self.peers}) < len(self.peers):
             raise ValueError("two peers have one name, by which they are told apart: rename one")
-        if self.has_peers and self.port and self.port == self.network.port:
+        return self
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        transfers = self.network.port if self.has_peers or self.lends else 0
+        for name, port in (("grpc_port", self.grpc_port), ("network.port", transfers)):
+            if port and port == self.port:
+                raise ValueError(
+                    f"{name}: {port} is the port of the daemon's HTTP face; it needs another one, "
+                    "or 0 for any that is free"
+                )
+        if transfers and transfers == self.grpc_port:
             raise ValueError(
-                f"network.port: {self.port} is the port of the daemon's HTTP face; peers' "
-                "transfers need another one, or 0 for any that is free"
+                f"network.port: {transfers} is the port of the daemon's gRPC; peers' transfers "
+                "need another one, or 0 for any that is free"
             )
         return self
 
@@ -150,24 +172,6 @@ class HintBatch(SpecModel):
     """`POST /hint` with what is to be told of several sessions, in this order."""
 
     hints: tuple[HintRequest, ...]
-
-
-class ClearRequest(SpecModel):
-    """`POST /clear`: forget every block put until now, or up to a generation.
-
-    Only in the daemon's `epoch`, so that a request that comes late, or twice, takes nothing newer.
-    """
-
-    epoch: NonNegativeInt
-    up_to: NonNegativeInt | None = Field(None, description="As answered to an earlier clear.")
-
-
-class ClearAnswer(SpecModel):
-    """What was forgotten, and up to which generation."""
-
-    epoch: NonNegativeInt
-    up_to: NonNegativeInt
-    blocks: NonNegativeInt
 
 
 class FeedHello(SpecModel):

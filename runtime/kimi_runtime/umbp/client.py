@@ -26,12 +26,15 @@ from kimi_connect.wire import (
     Op,
     Outcome,
     Priority,
+    Stretch,
 )
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
 from kimi_runtime.umbp.lending import Lent, intact_run
 from kimi_runtime.umbp.link import Link, LinkLost, open_link
+from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.tags import leaves
+from kimi_runtime.umbp.tiers.dram import COST as DRAM_COST
 
 __all__ = ["LoadResult", "Outcome", "PoolClient", "open_pool"]
 
@@ -91,6 +94,7 @@ class PoolClient:
         self._instance = secrets.token_bytes(16)
         self._link: Link | None = None
         self._arena: Arena | None = None
+        self._copying = MeasuredCost(DRAM_COST)
         self._connecting = asyncio.Lock()
         self._retry_s = 0.0
         self._backoff_s = BACKOFF_S[0]
@@ -121,6 +125,31 @@ class PoolClient:
         except (LinkLost, TimeoutError, wire.WireError):
             return run
         return run
+
+    async def quote(
+        self, keys: Sequence[bytes], *, block_bytes: int, deadline_s: float = 1.0
+    ) -> list[Stretch]:
+        """The leading run the pool has, by where it is, with the seconds until it were loaded.
+
+        Blocks are about `block_bytes` large. Nothing without a daemon. Renews nothing.
+        """
+        ends_s, run = clock.now_s() + deadline_s, 0
+        stretches: list[Stretch] = []
+        try:
+            link = await self._connected(ends_s)
+            while run < len(keys):
+                part = list(keys[run : run + wire.MAX_KEYS])
+                asked = payloads.pack_quote(part, block_bytes)
+                answer = await link.call(Op.QUOTE, asked, within_s=ends_s - clock.now_s())
+                quoted = payloads.unpack_quoted(_payload(answer, Op.QUOTED))
+                stretches += quoted
+                run += (count := sum(stretch.blocks for stretch in quoted))
+                if count < len(part):
+                    break
+        except (LinkLost, TimeoutError, wire.WireError):
+            pass
+        copy_s = block_bytes / self._copying.cost.bytes_per_s
+        return [s._replace(seconds=s.seconds + copy_s * s.blocks) for s in stretches]
 
     async def load(
         self,
@@ -296,10 +325,12 @@ class PoolClient:
         def work(stop: Stop) -> int:
             return copy_local(arena, keys, into, leaves, stop)
 
+        start_s = clock.now_s()
         if sum(target.nbytes for target in into) <= INLINE_BYTES:
             done = work(Stop())
         else:
             done, _ = await in_thread(work, ends_s=ends_s)
+        self._copying.observe(sum(t.nbytes for t in into[:done]), clock.now_s() - start_s)
         self._tell(Op.SERVED, keys[:done])
         return done
 

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena
-from kimi_connect.wire import Frame, Gap, Op, WireError
+from kimi_connect.wire import Frame, Gap, Grant, Granted, Op, WireError
 from kimi_runtime import clock
 from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.funnel import Lost
 from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
-from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, LostBlocks, pinned_payload
+from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, pinned_payload
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.proving import Proving
+from kimi_runtime.umbp.quote import quote
 from kimi_runtime.umbp.remote.service import Remote
 from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
@@ -51,8 +53,9 @@ class Clients:
     feed: FeedLog
     second: SecondTier | None = None
     remote: Remote | None = None
-    lost: LostBlocks = field(default_factory=LostBlocks)
     proving: Proving = field(default_factory=Proving)
+    draining: bool = False
+    """Nothing new is taken: the daemon is to be stopped. What it has is served."""
     refused: int = 0
     """Connections that failed the challenge or broke the protocol."""
     _connections: dict[int, "Connection"] = field(default_factory=dict)
@@ -70,19 +73,22 @@ class Clients:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` that a PIN would find here, on SSD or at a peer."""
-        here = self.pool.held if self.second is None else self.second.held
-        run = here(keys)
-        while self.remote is not None and run < len(keys):
-            there = run + self.remote.fetcher.run(keys[run:])
-            if there == run:
-                break
-            run = there + here(keys[there:])
-        return run
+        return sum(stretch.blocks for stretch in self.quote(keys, 0))
+
+    def quote(self, keys: Sequence[bytes], block_bytes: int) -> list[wire.Stretch]:
+        """That run, by where it is and how long it takes to come."""
+        fetcher = None if self.remote is None else self.remote.fetcher
+        return list(quote(keys, block_bytes, self.pool, self.second, fetcher))
 
     def lacks(self, keys: Sequence[bytes]) -> bool:
         """Whether an SSD or a peer could go on with the run that memory has of `keys`."""
         on_ssd = self.second is not None and self.second.promoter.lacks(keys)
         return on_ssd or (self.remote is not None and self.remote.fetcher.lacks(keys))
+
+    def elsewhere(self, key: bytes) -> bool:
+        """Whether the SSD, or any peer, is said to have a block; peers also that can't be asked."""
+        on_ssd = self.second is not None and bool(self.second.tier.held([key]))
+        return on_ssd or (self.remote is not None and self.remote.owners.listed(key))
 
     def close(self) -> None:
         """End every connection."""
@@ -112,6 +118,7 @@ class Clients:
             return
         instance, connection.instance = connection.instance, None
         self.pool.reader_gone(connection.number)
+        self.pool.funnel.gone(connection.number)
         if instance is None:
             return
         held = self.pool.quarantine(instance)
@@ -139,8 +146,10 @@ class Clients:
     def sweep(self) -> None:
         """Free what writers hold who are not connected, not watched, and no longer hold the arena.
 
-        Those of a daemon before, as a rule: all that is known of them is their name.
+        Those of a daemon before, as a rule: all that is known of them is their name. What readers
+        left to lapse is counted as lost.
         """
+        self.pool.funnel.sweep(lambda pin: self.pool.pinned_blocks(pin) > 0)
         connected = {connection.instance for connection in self._connections.values()}
         for writer in self.pool.writers() - connected - self._watches.keys() - {OWN_WRITER}:
             if not self.arena.held_by(writer):
@@ -271,6 +280,9 @@ class Connection(asyncio.Protocol):
                 self._send(Op.COMMITTED, request, self._commit(payload))
             case Op.PIN:
                 self._pin(request, payload)
+            case Op.QUOTE:
+                quoted = self._clients.quote(*payloads.unpack_quote(payload))
+                self._send(Op.QUOTED, request, payloads.pack_quoted(quoted))
             case _ if op in _COUNTED:
                 self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
@@ -290,9 +302,8 @@ class Connection(asyncio.Protocol):
         if op is Op.ABORT:
             assert self.instance is not None
             return self._pool.abort(payloads.unpack_generations(payload), writer=self.instance)
-        unavailable, late = payloads.unpack_report(payload)
-        self._clients.lost.unavailable += unavailable
-        self._clients.lost.late += late
+        unavailable, _ = payloads.unpack_report(payload)
+        self._pool.funnel.unreachable(unavailable)  # late ones: their own request is counted
         return 1
 
     def _reserve(self, payload: bytes) -> bytes:
@@ -305,9 +316,12 @@ class Connection(asyncio.Protocol):
             if items and pages > PAGES_AN_ANSWER:
                 break
             items.append((key, size))
-        grants = self._pool.reserve(
-            items, writer=self.instance, now_s=clock.now_s(), tenant=tenant, priority=priority
-        )
+        if self._clients.draining:
+            grants = [Granted(Grant.HELD if self._pool.held([k]) else Grant.FULL) for k, _ in items]
+        else:
+            grants = self._pool.reserve(
+                items, writer=self.instance, now_s=clock.now_s(), tenant=tenant, priority=priority
+            )
         return payloads.pack_reserved(grants)
 
     def _commit(self, payload: bytes) -> bytes:
@@ -320,8 +334,7 @@ class Connection(asyncio.Protocol):
         if op is Op.HELD:
             return self._clients.held(keys)
         if op is Op.SERVED:
-            self._clients.lost.hit += len(keys)
-            self._clients.lost.local_hit += len(keys)
+            self._pool.funnel.served(keys)
             self._pool.ghosts.asked(keys, len(keys), lambda key: True)
         if op is not Op.TOUCH:
             self._use(keys)
@@ -353,9 +366,9 @@ class Connection(asyncio.Protocol):
             run = self._pool.held(keys)
             pinned = pinned_payload(
                 self._pool,
-                self._clients.lost,
                 keys,
                 reader=self.number,
+                elsewhere=self._clients.elsewhere,
                 failure=gap,
                 more=gap is Gap.NONE and self._clients.lacks(keys),
             )
@@ -369,14 +382,8 @@ class Connection(asyncio.Protocol):
 
     def _unpin(self, payload: bytes) -> bool:
         pin, good, corrupt = payloads.unpack_unpin(payload)
-        blocks = self._pool.pinned_blocks(pin)
         bad = [good] if corrupt else []
         held = self._pool.unpin(pin, bad, reader=self.number, now_s=clock.now_s())
-        if held:
-            good = min(good, blocks)
-            self._clients.lost.hit += good
-            if corrupt:
-                self._clients.lost.corrupt += blocks - good
-            else:
-                self._clients.lost.late += blocks - good
+        rest = Lost.CORRUPT if held and corrupt else Lost.LATE
+        self._pool.funnel.read(pin, good if held else 0, rest)
         return held

@@ -26,10 +26,13 @@ class Flight(Generic[Failure]):
     failure: Failure
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: int = 0
+    landed: int = 0
+    """How many blocks it brought."""
     _pin: int = 0
 
     def end(self, pool: Pool, landed: Sequence[bytes]) -> None:
         """It brought `landed`, which stay as long as somebody waits."""
+        self.landed = len(landed)
         if self.waiting and landed:
             own = pool.pin(landed, reader=OWN_READER, now_s=math.inf)
             self._pin = own.number

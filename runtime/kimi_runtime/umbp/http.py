@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TypeVar
 
 from aiohttp import web
@@ -13,15 +12,14 @@ from pydantic import BaseModel
 from kimi_connect.wire import HintKind
 from kimi_runtime import auth, clock
 from kimi_runtime.errors import KimistackError, RequestError, Unauthorized, Unavailable
-from kimi_runtime.spec.peers import GiveBackRequest, LendRequest
-from kimi_runtime.spec.umbp import ClearAnswer, ClearRequest, HintBatch, HintRequest
-from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.spec.umbp import HintBatch, HintRequest
 from kimi_runtime.umbp.metrics import PoolMetrics
-from kimi_runtime.umbp.remote.lender import Lender
 from kimi_runtime.umbp.remote.service import Remote
 from kimi_runtime.umbp.retention import Hint
+from kimi_runtime.umbp.rpc.methods import PORT_HEADER
 from kimi_runtime.umbp.second_tier import SecondTier
-from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
+from kimi_runtime.umbp.serve_feed import feed_lines, follow_from
+from kimi_runtime.umbp.state import DaemonState, Phase
 
 WRITE_S = 10.0
 """A follower that takes no byte for this long is cut off; it comes back with its position."""
@@ -34,35 +32,16 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Phase(StrEnum):
-    """How far a start has come."""
-
-    ARENA = "arena"
-    """The arena's pages are being bound."""
-    LOG = "log"
-    """The arena is bound; the SSD log is being recovered."""
-    READY = "ready"
-
-
 _Request = TypeVar("_Request", bound=BaseModel)
-
-_NOT_READY = {
-    Phase.ARENA: "the arena is being prepared; try again in a moment",
-    Phase.LOG: "the arena is bound and the SSD log is being recovered; try again in a moment",
-    Phase.READY: "the daemon is stopping",
-}
 
 
 @dataclass(slots=True)
 class PoolHttp:
-    """The routes. `clients` is None until the daemon is ready, and again when it stops."""
+    """The routes of a daemon. `rpc_port` is where it answers gRPC, which its feed says."""
 
-    name: str
-    call_keys: Sequence[bytes]
+    state: DaemonState
     feed_interval_s: float
-    pulse: Pulse = field(default_factory=Pulse)
-    phase: Phase = Phase.ARENA
-    clients: Clients | None = None
+    rpc_port: int = 0
     followers: int = 0
     _guard: auth.ReplayGuard = field(default_factory=auth.ReplayGuard)
 
@@ -79,32 +58,33 @@ class PoolHttp:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/feed", self.feed)
         app.router.add_post("/hint", self.hint)
-        app.router.add_post("/clear", self.clear)
-        app.router.add_post("/lend", self.lend)
-        app.router.add_post("/give_back", self.give_back)
         return app
 
     async def healthz(self, request: web.Request) -> web.StreamResponse:
         """The process answers."""
-        return web.json_response({"status": "ok", "name": self.name})
+        return web.json_response({"status": "ok", "name": self.state.name})
 
     async def readyz(self, request: web.Request) -> web.StreamResponse:
         """The arena is mapped, a block went in and out of it, it is still ours; the log is read.
 
         An SSD that fails later is told here, and does not make the daemon unready: it costs misses.
         """
-        clients = self.clients
-        if clients is None:
-            raise Unavailable(_NOT_READY[self.phase])
+        state, clients = self.state, self.state.serving()
+        if state.phase is not Phase.READY:
+            raise Unavailable(state.not_ready())
         if not clients.arena.live:
             raise Unavailable("another daemon replaced the arena file; restart this one")
         pool = clients.pool
         return web.json_response(
             {
                 "status": "ready",
-                "name": self.name,
+                "name": state.name,
                 "epoch": clients.arena.epoch,
-                "phases": {"arena": "bound", "log": "recovered" if clients.second else "none"},
+                "phases": {
+                    "arena": "bound",
+                    "log": "recovered" if clients.second else "none",
+                    "peers": _known(state),
+                },
                 "blocks": pool.live_blocks,
                 "free_bytes": pool.free_pages * pool.page_bytes,
                 "evictable_bytes": pool.evictable_pages * pool.page_bytes,
@@ -116,25 +96,27 @@ class PoolHttp:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """Prometheus text."""
-        body = PoolMetrics(lambda: self.clients, lambda: self.followers).exposition()
+        body = PoolMetrics(self.state, lambda: self.followers).exposition()
         return web.Response(
             body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     async def feed(self, request: web.Request) -> web.StreamResponse:
         """The feed, until the follower leaves."""
-        clients = self._ready()
+        clients = self.state.serving()
         if self.followers >= MAX_FOLLOWERS:
             raise Unavailable(f"{MAX_FOLLOWERS} followers are the limit; try again later")
         epoch, after = follow_from(request.query)
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "application/x-ndjson", PORT_HEADER: str(self.rpc_port)}
+        )
         response.enable_chunked_encoding()
         self.followers += 1
         try:
             await response.prepare(request)
             lines = feed_lines(
                 clients.feed,
-                self.pulse,
+                self.state.pulse,
                 epoch=epoch,
                 after=after,
                 interval_s=self.feed_interval_s,
@@ -153,55 +135,14 @@ class PoolHttp:
         body = await request.read()
         batch = body.lstrip()[:9] == b'{"hints":'
         told = _parsed(HintBatch, body).hints if batch else (_parsed(HintRequest, body),)
-        pool, now_s = self._ready().pool, clock.now_s()
+        pool, now_s = self.state.serving().pool, clock.now_s()
         return web.json_response({"blocks": sum(pool.hint(_hint(one), now_s) for one in told)})
-
-    async def clear(self, request: web.Request) -> web.StreamResponse:
-        """Forget blocks, from memory and SSD; 400 in another epoch."""
-        asked = _parsed(ClearRequest, await request.read())
-        clients = self._ready()
-        epoch, pool = clients.arena.epoch, clients.pool
-        if asked.epoch != epoch:
-            raise RequestError(
-                f"this daemon's epoch is {epoch}, not {asked.epoch}: ask again for that",
-                param="epoch",
-            )
-        up_to = pool.number if asked.up_to is None else min(asked.up_to, pool.number)
-        blocks = pool.clear(up_to)
-        if clients.second is not None:
-            blocks += clients.second.clear()
-        clients.changed()
-        answer = ClearAnswer(epoch=epoch, up_to=up_to, blocks=blocks)
-        return web.json_response(answer.model_dump(mode="json"))
-
-    async def lend(self, request: web.Request) -> web.StreamResponse:
-        """Pin blocks for a peer that copies them."""
-        asked = _parsed(LendRequest, await request.read())
-        answer = await self._lender().lend(asked)
-        return web.Response(text=answer.model_dump_json(), content_type="application/json")
-
-    async def give_back(self, request: web.Request) -> web.StreamResponse:
-        """End such a pin."""
-        asked = _parsed(GiveBackRequest, await request.read())
-        answer = await self._lender().give_back(asked)
-        return web.json_response(answer.model_dump(mode="json"))
-
-    def _lender(self) -> Lender:
-        remote = self._ready().remote
-        if remote is None:
-            raise Unavailable("this daemon lends nothing: it has no peers (peers, peers_file)")
-        return remote.lender
-
-    def _ready(self) -> Clients:
-        if self.clients is None:
-            raise Unavailable(_NOT_READY[self.phase])
-        return self.clients
 
     async def _authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in auth.OPEN_PATHS:
                 nonce = auth.verify(
-                    self.call_keys,
+                    self.state.call_keys,
                     request.headers.get(auth.HEADER),
                     request.method,
                     request.path_qs,
@@ -246,6 +187,13 @@ def _ssd(second: SecondTier) -> dict[str, object]:
         "live_bytes": stats.live_bytes,
         "capacity_bytes": stats.capacity_bytes,
     }
+
+
+def _known(state: DaemonState) -> str:
+    remote = state.serving().remote
+    if remote is None or not len(remote.owners):
+        return "none"
+    return "known" if not state.unknown_peers else f"known but for {state.unknown_peers}"
 
 
 def _peers(remote: Remote) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The daemon's Prometheus metrics, read from the pool's own counters at every scrape.
 
-Blocks times the deployment's block tokens are tokens: `kimistack_umbp_lost_blocks_total{reason}`
-is the funnel from what was asked for to what was served.
+Blocks times the deployment's block tokens are tokens. What is looked up is the sum of the hits by
+tier and of what was lost by reason: the funnel of `funnel.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +13,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.funnel import Funnel, Lost, Where
 from kimi_runtime.umbp.ghosts import Ghosts
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.promotion import Landing
 from kimi_runtime.umbp.remote.metrics import peer_metrics
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.ssdlog.health import Access, Refusal
+from kimi_runtime.umbp.state import DaemonState, Phase
 from kimi_runtime.umbp.tenants import Account
 from kimi_runtime.umbp.write_through import CLEARED, EVICTED, QUEUE_FULL
 
@@ -29,16 +31,24 @@ TENANTS = 20
 
 @dataclass(slots=True, eq=False)
 class PoolMetrics(Collector):
-    """Collects from whatever `clients` returns; nothing while it returns None (starting)."""
+    """Collects from a daemon's parts, as long as it has any."""
 
-    clients: Callable[[], Clients | None]
+    state: DaemonState
     followers: Callable[[], int]
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, now."""
-        clients = self.clients()
+        clients, phase = self.state.clients, self.state.phase
         yield _gauge("ready", "1 when the pool can be used.", clients is not None)
+        phases = {one.value: float(one is phase) for one in Phase}
+        yield _gauge("phase", "1 for how far the daemon has come.", phases, "phase")
+        text = "Peers that it got ready without."
+        yield _counter("unknown_peers_at_start", text, self.state.unknown_peers)
         yield _gauge("feed_followers", "Streams of the feed.", self.followers())
+        reloads = {how: self.state.reloads[how] for how in ("applied", "unchanged", "refused")}
+        yield _counter(
+            "reloads", "Looks at the daemon's file, by what came of them.", reloads, "how"
+        )
         if clients is not None:
             yield from _gauges(clients)
             yield from _counters(clients)
@@ -77,7 +87,7 @@ def _gauges(clients: Clients) -> Iterator[Metric]:
 
 
 def _counters(clients: Clients) -> Iterator[Metric]:
-    c, lost = clients.pool.counters, clients.lost
+    c = clients.pool.counters
     yield _counter("reserved_blocks", "Reservations given.", c.reserved)
     yield _counter("refused_blocks", "Reservations refused for want of space.", c.refused)
     ended = {
@@ -103,22 +113,24 @@ def _counters(clients: Clients) -> Iterator[Metric]:
     proving = clients.proving
     proved = {"intact": float(proving.intact), "damaged": float(proving.damaged)}
     yield _counter("proved_blocks", "Blocks taken over and checked since.", proved, "how")
-    yield _counter("hit_blocks", "Blocks served.", lost.hit)
-    yield _counter("local_hit_blocks", "Of those, taken without asking.", lost.local_hit)
-    reasons = {
-        "miss": lost.miss,
-        "evicted": lost.evicted,
-        "unavailable": lost.unavailable,
-        "late": lost.late + c.lapsed,
-        "corrupt": lost.corrupt,
-    }
-    yield _counter("lost_blocks", "Blocks asked for and not served.", reasons, "reason")
+    yield from _funnel(clients.pool.funnel)
     yield _counter("refused_clients", "Connections refused.", clients.refused)
     hints = {
         kind.name.lower(): float(count) for kind, count in clients.pool.retention.hints.items()
     }
     yield _counter("hints", "What was told of sessions.", hints, "kind")
     yield from _price(clients.pool.ghosts)
+
+
+def _funnel(funnel: Funnel) -> Iterator[Metric]:
+    """Each block that was looked up is a hit from somewhere, or lost for a reason."""
+    yield _counter("looked_up_blocks", "Blocks looked up: hits and lost ones.", funnel.looked_up)
+    hits: dict[str, float] = {where.value: funnel.hits[where] for where in Where}
+    yield _counter("hit_blocks", "Blocks served, by where they were.", hits, "tier")
+    yield _counter("local_hit_blocks", "Of those, taken without asking.", funnel.local_hits)
+    lost: dict[str, float] = {why.value: funnel.lost[why] for why in Lost}
+    yield _counter("lost_blocks", "Blocks looked up and not served.", lost, "reason")
+    yield _gauge("open_blocks", "Blocks whose readers have not said what they got.", funnel.open)
 
 
 def _price(ghosts: Ghosts) -> Iterator[Metric]:

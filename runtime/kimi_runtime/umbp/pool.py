@@ -20,6 +20,7 @@ from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag, Priority
 from kimi_runtime.umbp import audit
 from kimi_runtime.umbp.eviction import Idle
+from kimi_runtime.umbp.funnel import Funnel, Where
 from kimi_runtime.umbp.ghosts import Ghosts
 from kimi_runtime.umbp.holdings import Holdings
 from kimi_runtime.umbp.journal import Journal, Kept, NoJournal
@@ -52,6 +53,7 @@ class Pool:
     retention: Retention = field(default_factory=Retention)
     accounts: Accounts = field(default=None)  # type: ignore[assignment]
     counters: PoolCounters = field(default_factory=PoolCounters)
+    funnel: Funnel = field(default_factory=Funnel)
     ghosts: Ghosts = field(init=False)
     _pages: Pages = field(init=False)
     _idle: Idle = field(init=False)
@@ -271,10 +273,11 @@ class Pool:
         return len(own)
 
     def arrived(self, keys: Iterable[bytes]) -> None:
-        """These were brought here for somebody's use, which has yet to come: it is the first."""
-        for key in keys:
-            if key in self._blocks:
-                self._blocks[key].uses = 0
+        """Peers lent these for somebody's use, which has yet to come: it is the first."""
+        here = [key for key in keys if key in self._blocks]
+        self.funnel.brought(here, Where.PEER)
+        for key in here:
+            self._blocks[key].uses = 0
 
     def moved(self, key: bytes, *, uses: int, used_s: float) -> None:
         """A block came from a daemon where it was used so often, and last at `used_s`."""
@@ -372,6 +375,18 @@ class Pool:
             keys.append(victim.key)
             self._evict(victim)
         return keys
+
+    def forget(self, keys: Iterable[bytes]) -> tuple[int, int, int]:
+        """Evict those of `keys` that nobody reads: how many, their bytes, and how many are read."""
+        gone = size = pinned = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is not None and block.pins:
+                pinned += 1
+            elif block is not None:
+                self._evict(block)
+                gone, size = gone + 1, size + block.size
+        return gone, size, pinned
 
     def clear(self, up_to: int | None = None) -> int:
         """Forget what was put or reserved up to a generation (None: until now); how many went.

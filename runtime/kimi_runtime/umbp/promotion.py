@@ -19,7 +19,9 @@ from kimi_connect.wire import Commitment, Gap, Grant, Granted
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
 from kimi_runtime.umbp.flights import Flight, kept
+from kimi_runtime.umbp.funnel import Where
 from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
+from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.ssdlog.log import Got
 from kimi_runtime.umbp.ssdlog.volume import Corrupt
 from kimi_runtime.umbp.tiers.dram import OWN_WRITER
@@ -58,6 +60,9 @@ class Promoter:
     def __init__(self, pool: Pool, arena: Arena, tier: SsdTier, spawn: Spawn) -> None:
         self.landings: Counter[Landing] = Counter()
         """Blocks, by what became of them; LATE ones are counted once more when they land."""
+        self.speed = MeasuredCost(tier.cost)
+        """From the wish for a few blocks to their being in memory."""
+        self._under_way_bytes = 0
         self._pool, self._arena, self._tier, self._spawn = pool, arena, tier, spawn
         self._flights: dict[bytes, _Flight] = {}
         arena_bytes = pool.total_pages * pool.page_bytes
@@ -67,6 +72,10 @@ class Promoter:
     def under_way(self) -> int:
         """Blocks being read."""
         return len(self._flights)
+
+    def seconds(self, size_bytes: int) -> float:
+        """How long it takes to bring so much, behind what is under way."""
+        return self.speed.seconds(size_bytes + self._under_way_bytes)
 
     def lacks(self, keys: Sequence[bytes]) -> bool:
         """Whether the block that ends the run in memory is on SSD."""
@@ -146,18 +155,24 @@ class Promoter:
     async def _fly(self, flight: _Flight, granted: list[Granted], sizes: list[int]) -> None:
         generations = [grant.generation for grant in granted]
         got, landed = Got([]), 0
+        start_s, size = clock.now_s(), sum(sizes[: len(granted)])
+        self._under_way_bytes += size
         try:
             got = await self._read(flight.keys, granted, sizes)
             done = list(zip(generations, got.tags, strict=False))
             states = self._pool.commit(done, writer=OWN_WRITER, now_s=clock.now_s())
             landed = sum(state is not Commitment.EXPIRED for state in states)
         finally:
+            self._under_way_bytes -= size
+            if landed == len(flight.keys):
+                self.speed.observe(size, clock.now_s() - start_s)
             self._pool.abort(generations, writer=OWN_WRITER)
             for key in flight.keys:
                 del self._flights[key]
             flight.failure = _why(got) if landed < len(flight.keys) else Landing.LANDED
             self.landings[Landing.LANDED] += landed
             self.landings[flight.failure] += len(flight.keys) - landed
+            self._pool.funnel.brought(flight.keys[:landed], Where.SSD)
             flight.end(self._pool, flight.keys[:landed])
 
     async def _read(self, keys: list[bytes], granted: list[Granted], sizes: list[int]) -> Got:

@@ -32,7 +32,7 @@ class SecondTier(Helper):
         self.promoter = Promoter(pool, arena, tier, self.spawn)
         super().__init__(self.promoter, self.spawn, changed)
         self.writer = WriteThrough(pool, arena, tier, changed, bytes_per_s=spec.ssd_write_rate)
-        self._pool, self._on_ssd, self._after_uses = pool, on_ssd, spec.ssd_after_uses
+        self._pool, self.on_ssd, self.after_uses = pool, on_ssd, spec.ssd_after_uses
         self._errands: Errands | None = None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -54,7 +54,7 @@ class SecondTier(Helper):
     def used(self, keys: Sequence[bytes]) -> None:
         """Engines had a use for a run of blocks, which the pool has counted."""
         self.tier.touch(keys)
-        worthy = worth_writing(keys, self._pool.block, self._on_ssd, after_uses=self._after_uses)
+        worthy = worth_writing(keys, self._pool.block, self.on_ssd, after_uses=self.after_uses)
         self.writer.offer(worthy)
 
     def clear(self) -> int:

@@ -62,6 +62,12 @@ class Accounts:
         """Accounts in use."""
         return iter(self._accounts.values())
 
+    def grant(self, terms: Mapping[str, Terms], default: Terms) -> None:
+        """From now on these are the terms, also of those who use pages already."""
+        self._terms, self._default = dict(terms), default
+        for account in self._accounts.values():
+            account.terms = self._terms.get(account.name, default)
+
     def of(self, tenant: str) -> Account:
         """A tenant's account; it is kept from its first page on."""
         account = self._accounts.get(tenant)

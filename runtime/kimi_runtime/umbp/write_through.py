@@ -53,7 +53,7 @@ class WriteThrough:
         self.kept = 0
         """Blocks that are on SSD now."""
         self._pool, self._arena, self._tier, self._changed = pool, arena, tier, changed
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._queue: dict[bytes, None] = {}
         self._writing = 0
         self._clears = 0
@@ -91,8 +91,8 @@ class WriteThrough:
             while self._queue:
                 start_s, size = clock.now_s(), await self._batch()
                 self._changed()
-                if self._bytes_per_s is not None:
-                    due_s = start_s + size / self._bytes_per_s
+                if self.bytes_per_s is not None:
+                    due_s = start_s + size / self.bytes_per_s
                     await asyncio.sleep(max(0.0, due_s - clock.now_s()))
 
     async def _batch(self) -> int:

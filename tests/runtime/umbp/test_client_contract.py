@@ -10,6 +10,7 @@ from kimi_connect.wire import Outcome
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
+from kimi_runtime.umbp.funnel import Lost, Where
 from pool_daemon import BLOCK, CALL_KEY, blocks_of, keys_of, pool_spec, targets
 
 SOON_S = 20.0
@@ -83,7 +84,7 @@ async def test_what_one_client_stores_another_loads(client, connect, daemon):
     assert await other.load(keys, into, deadline_s=SOON_S) == (10, Outcome.HIT)
     assert into == blocks_of(keys)
     await other.held(keys)  # by now the daemon knows also of what was taken without asking
-    assert daemon.clients.lost.hit == 10
+    assert daemon.clients.pool.funnel.hits == {Where.MEMORY: 10}
 
 
 async def test_the_leading_run_is_loaded_and_the_rest_is_a_miss(client, daemon):
@@ -95,7 +96,7 @@ async def test_the_leading_run_is_loaded_and_the_rest_is_a_miss(client, daemon):
     assert await client.load(keys, into, deadline_s=SOON_S) == (2, Outcome.MISS)
     assert into == [*blocks_of(keys[:2]), *targets(2)]
     assert await client.load(keys_of(1, 50), targets(1), deadline_s=SOON_S) == (0, Outcome.MISS)
-    assert daemon.clients.lost.miss == 3
+    assert daemon.clients.pool.funnel.lost == {Lost.NOT_COMPUTED: 3}
 
 
 async def test_an_evicted_block_is_a_miss_that_is_counted_as_evicted(client, daemon):
@@ -103,7 +104,7 @@ async def test_an_evicted_block_is_a_miss_that_is_counted_as_evicted(client, dae
     await client.store(keys, blocks_of(keys), deadline_s=SOON_S)
     daemon.tier.evict(2)
     assert await client.load(keys, targets(2), deadline_s=SOON_S) == (0, Outcome.MISS)
-    assert daemon.clients.lost.evicted == 2
+    assert daemon.clients.pool.funnel.lost == {Lost.EVICTED: 2}
 
 
 async def test_a_damaged_page_is_corrupt_counted_and_dropped(client, daemon):
@@ -114,7 +115,8 @@ async def test_a_damaged_page_is_corrupt_counted_and_dropped(client, daemon):
     assert await client.load(keys, into, deadline_s=SOON_S) == (1, Outcome.CORRUPT)
     assert into[0] == blocks_of(keys)[0]
     assert await client.held(keys[1:]) == 0
-    assert (daemon.clients.lost.corrupt, daemon.clients.pool.counters.corrupt) == (2, 1)
+    assert daemon.clients.pool.funnel.lost == {Lost.CORRUPT: 2}
+    assert daemon.clients.pool.counters.corrupt == 1
     assert await client.store(keys, blocks_of(keys), deadline_s=SOON_S) == 3
     assert await client.load(keys, targets(3), deadline_s=SOON_S) == (3, Outcome.HIT)
 

@@ -18,6 +18,7 @@ from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running, serve
 from kimi_runtime.umbp.feed import FollowState, decode_line
+from kimi_runtime.umbp.funnel import Lost
 from kimi_runtime.umbp.index import Index
 from pool_daemon import CALL_KEY, blocks_of, keys_of, metrics, pool_spec, targets
 
@@ -131,21 +132,6 @@ async def test_a_hint_that_says_nothing_is_a_400(http, body):
     assert (await post(http, "/hint", body))[0] == 400
 
 
-async def test_a_clear_is_of_its_epoch_and_can_t_be_replayed(daemon, http, pool):
-    keys = keys_of(4)
-    await pool.store(keys, blocks_of(keys), deadline_s=5.0)
-    epoch = daemon.clients.arena.epoch
-    assert (await post(http, "/clear", {"epoch": epoch - 1}))[0] == 400
-    status, answer, signature, data = await post(http, "/clear", {"epoch": epoch})
-    assert (status, answer["blocks"], await pool.held(keys)) == (200, 4, 0)
-    await pool.store(keys, blocks_of(keys), deadline_s=5.0)
-    async with http.post("/clear", data=data, headers={auth.HEADER: signature}) as again:
-        assert again.status == 401
-    again = {"epoch": epoch, "up_to": answer["up_to"]}
-    assert (await post(http, "/clear", again))[1]["blocks"] == 0
-    assert await pool.held(keys) == 4
-
-
 async def test_tenants_are_told_apart_by_the_put(tmp_path):
     spec = pool_spec(tmp_path, tenants={"small": {"quota": "40KiB"}})
     async with running(spec) as daemon, aiohttp.ClientSession(daemon.url) as http:
@@ -234,11 +220,12 @@ async def test_metrics_tell_every_lost_block_s_reason_and_balance(daemon, http, 
     await pool.load(keys_of(2, 99), targets(2), deadline_s=5.0)
     seen = await metrics(http)
     lost = {key[1]: value for key, value in seen.items() if "lost_blocks_total" in key[0]}
-    assert lost == {"miss": 2, "evicted": 1, "unavailable": 0, "late": 0, "corrupt": 0}
+    assert lost == dict.fromkeys(Lost, 0) | {Lost.NOT_COMPUTED: 2, Lost.EVICTED: 1}
     put = seen["kimistack_umbp_ended_reservations_total", "committed"]
     gone = seen[("kimistack_umbp_evicted_blocks_total",)]
     assert put == seen[("kimistack_umbp_blocks",)] + gone == 4
-    assert seen[("kimistack_umbp_hit_blocks_total",)] == 3
+    assert seen["kimistack_umbp_hit_blocks_total", "memory"] == 3
+    assert seen[("kimistack_umbp_looked_up_blocks_total",)] == 6
     assert seen[("kimistack_umbp_clients",)] == 1
 
 
@@ -247,12 +234,11 @@ async def test_what_a_client_lost_without_the_daemon_is_reported_when_it_is_back
     await client.load(keys_of(3), targets(3), deadline_s=1.0)
     (tmp_path / "later.sock").symlink_to(daemon.spec.socket)
     async with asyncio.timeout(20):
-        while not daemon.clients.lost.unavailable:
+        lost = daemon.clients.pool.funnel.lost
+        while not lost[Lost.UNAVAILABLE]:
             await client.load(keys_of(1), targets(1), deadline_s=1.0)
             await asyncio.sleep(0.01)
-    assert daemon.clients.lost.unavailable == sum(client.blocks.values()) - (
-        daemon.clients.lost.miss
-    )
+    assert lost.total() == sum(client.blocks.values())
     await client.aclose()
 
 

@@ -14,11 +14,13 @@ import ssd_folder
 from kimi_connect.client import ArenaClient
 from kimi_connect.wire import Outcome
 from kimi_runtime import clock
+from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp import daemon as daemons
 from kimi_runtime.umbp import helper
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
+from kimi_runtime.umbp.funnel import Lost, Where
 from kimi_runtime.umbp.promotion import Landing
 from kimi_runtime.umbp.tiers.ssd import open_ssd_tier
 from pool_daemon import (
@@ -128,10 +130,9 @@ async def test_what_is_on_ssd_alone_is_held_loaded_and_back_in_memory(tmp_path):
         assert await client.load(keys, into, deadline_s=SOON_S) == (5, Outcome.HIT)
         assert into == blocks_of(keys)
         assert daemon.clients.pool.held(keys) == 5
-        assert (daemon.clients.lost.hit, daemon.clients.second.promoter.landings) == (
-            5,
-            {Landing.LANDED: 5},
-        )
+        await client.held(keys)
+        assert daemon.clients.pool.funnel.hits == {Where.SSD: 5}
+        assert daemon.clients.second.promoter.landings == {Landing.LANDED: 5}
 
 
 async def test_a_run_may_lie_in_both_tiers_and_ends_where_neither_has_it(tmp_path):
@@ -265,7 +266,7 @@ async def test_a_disk_that_does_not_answer_costs_a_late_miss_and_what_is_in_memo
         assert into == [*blocks_of(keys[:1]), *targets(2)]
         assert await client.load(keys[:1], into[:1], deadline_s=SOON_S) == (1, Outcome.HIT)
         assert daemon.clients.pool.reservations(quarantined=False) == 2  # still being read into
-        assert daemon.clients.lost.late == 2
+        assert daemon.clients.pool.funnel.lost == {Lost.LATE: 2}
         disk.go_on.set()
         await until(lambda: daemon.clients.pool.held(keys) == 3)
         assert await client.load(keys, into, deadline_s=SOON_S) == (3, Outcome.HIT)
@@ -296,7 +297,7 @@ async def test_damage_on_ssd_is_corrupt_counted_and_never_served(tmp_path):
         into = targets(4)
         assert await client.load(keys, into, deadline_s=SOON_S) == (2, Outcome.CORRUPT)
         assert into[:2] == blocks_of(keys[:2])
-        assert daemon.clients.lost.corrupt == 2
+        assert daemon.clients.pool.funnel.lost == {Lost.CORRUPT: 2}
         assert daemon.clients.second.promoter.landings[Landing.CORRUPT] == 2
         assert await client.held(keys) == 2
         assert keys[2] not in daemon.clients.feed
@@ -484,7 +485,7 @@ async def test_readiness_and_metrics_tell_of_the_ssd(tmp_path):
             async with http.get("/readyz") as response:
                 told = await response.json()
             seen = await metrics(http)
-        assert told["phases"] == {"arena": "bound", "log": "recovered"}
+        assert told["phases"] == {"arena": "bound", "log": "recovered", "peers": "none"}
         assert (told["ssd"]["access"], told["ssd"]["blocks"]) == ("full", 4)
         assert seen[("kimistack_umbp_ssd_blocks",)] == 4
         assert seen["kimistack_umbp_ssd_access", "full"] == 1
@@ -506,13 +507,13 @@ async def test_readiness_names_the_phase_of_a_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(daemons, "open_ssd_tier", slow)
     ports = []
-    listen = daemons._listen
+    listen = daemons.listen
 
     async def listened(runner, spec):
         ports.append(await listen(runner, spec))
         return ports[0]
 
-    monkeypatch.setattr(daemons, "_listen", listened)
+    monkeypatch.setattr(daemons, "listen", listened)
     async with asyncio.timeout(SOON_S), asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(daemons.serve(spec))
         await opening.wait()
@@ -530,7 +531,7 @@ async def test_an_ssd_folder_in_use_is_an_error_that_says_so(tmp_path):
         other = spec_of(
             tmp_path, socket=tmp_path / "other.sock", arena=tmp_path / "other", name="other"
         )
-        with pytest.raises(daemons.ConfigError, match="in use"):
+        with pytest.raises(ConfigError, match="in use"):
             await daemons.serve(other)
         assert not other.socket.exists()
         assert daemon.clients.second.tier.keys() == []

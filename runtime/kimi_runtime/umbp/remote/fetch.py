@@ -8,7 +8,6 @@ a reason, counted by owner. Lending never fetches, so daemons can't send each ot
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -29,6 +28,7 @@ from kimi_runtime.spec.peers import MAX_LEND_KEYS, GiveBackRequest, LendRequest
 from kimi_runtime.transfer.sessions import SessionCache
 from kimi_runtime.umbp.flights import Flight, kept
 from kimi_runtime.umbp.pool import DEFAULT_TENANT, Pool
+from kimi_runtime.umbp.remote.admission import Admission, AskedFor
 from kimi_runtime.umbp.remote.calls import OwnerBusy
 from kimi_runtime.umbp.remote.landing import Landing, Loan, sound_blocks
 from kimi_runtime.umbp.remote.owners import Owner, Owners
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 """Runs a task whose end somebody else sees to, under a name."""
+Choose = Callable[[Sequence[bytes]], tuple[Owner, int, int] | None]
+"""Whom to ask for keys, the length of the run it has, and its epoch."""
 
 
 class Fate(StrEnum):
@@ -85,16 +87,23 @@ class Fetcher:
         spawn: Spawn,
         *,
         here: Callable[[bytes], bool],
+        name: str,
     ) -> None:
-        """`here` says whether memory or SSD of this node has a block."""
+        """`here` says whether memory or SSD of this node has a block, `name` is this node's."""
         self.crowded = 0
         """Blocks not fetched because enough others were under way all the time."""
         self._pool, self._owners, self._spawn, self._here = pool, owners, spawn, here
+        self._name = name
         self._landing = Landing(pool, arena, sessions)
         self._flights: dict[bytes, Flight[Fate]] = {}
         most = min(UNDER_WAY_BYTES, pool.total_pages * pool.page_bytes // ARENA_SHARE)
         self._piece_bytes = max(pool.page_bytes, min(PIECE_BYTES, most // 2))
         self._slots = asyncio.Semaphore(max(1, most // self._piece_bytes))
+
+    @property
+    def piece_bytes(self) -> int:
+        """The most that one fetch brings."""
+        return self._piece_bytes
 
     @property
     def under_way(self) -> int:
@@ -104,6 +113,17 @@ class Fetcher:
     def run(self, keys: Sequence[bytes]) -> int:
         """How many leading ones of `keys` could be fetched, all from one owner."""
         return self._owners.run(keys)
+
+    def seconds(self, keys: Sequence[bytes], block_bytes: int) -> float:
+        """How long it takes to bring the run of `keys` from who would be asked, as it is now.
+
+        What is under way from there shares the link.
+        """
+        chosen = self._owners.choose(keys)
+        if chosen is None:
+            return MAX_FETCH_S
+        owner = chosen[0]
+        return owner.speed.seconds(len(keys) * block_bytes) * (1 + owner.fetching)
 
     def lacks(self, keys: Sequence[bytes]) -> bool:
         """Whether the block that ends the run in memory can be fetched."""
@@ -141,32 +161,51 @@ class Fetcher:
             return None
         if keys[0] in self._flights:
             return self._flights[keys[0]]
-        known = (n for n, key in enumerate(keys) if key in self._flights or self._here(key))
+        known = (n for n, key in enumerate(keys) if not self.lacked(key))
         wanted = keys[: next(known, len(keys))]
         if not wanted:
             return None
         chosen = self._owners.choose(wanted)
         if chosen is None:
             return None
-        flight = Flight(list(wanted[: chosen[1]]), Fate.BUSY)
-        self._flights |= dict.fromkeys(flight.keys, flight)
-        self._spawn(self._fly(flight, tenant), "umbp-fetch")
+        flight = self._flight(wanted[: chosen[1]])
+        # chosen anew when it begins: what was known may be old by then
+        fly = self._fly(flight, self._owners.choose, AskedFor(self._pool, tenant, self._name))
+        self._spawn(fly, "umbp-fetch")
         return flight
 
-    async def _fly(self, flight: Flight[Fate], tenant: str) -> None:
+    def lacked(self, key: bytes) -> bool:
+        """Whether a block is neither here nor on its way."""
+        return key not in self._flights and not self._here(key)
+
+    async def take(
+        self, owner: Owner, epoch: int, keys: Sequence[bytes], admission: Admission
+    ) -> tuple[Fate, int]:
+        """Fetch a piece of the run of `keys`, none of which is here or on its way, from `owner`.
+
+        Why the rest did not come, or FETCHED, and how many came.
+        """
+        flight = self._flight(keys)
+        await self._fly(flight, lambda keys: (owner, len(keys), epoch), admission)
+        return flight.failure, flight.landed
+
+    def _flight(self, keys: Sequence[bytes]) -> Flight[Fate]:
+        flight = Flight(list(keys), Fate.BUSY)
+        self._flights |= dict.fromkeys(flight.keys, flight)
+        return flight
+
+    async def _fly(self, flight: Flight[Fate], choose: Choose, admission: Admission) -> None:
         ends_s, loan = clock.now_s() + MAX_FETCH_S, Loan()
         held = False
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(MAX_FETCH_S):
                     held = await self._slots.acquire()
-            # anew: what was known when the flight began may be old
-            chosen = self._owners.choose(flight.keys) if held else None
+            chosen = choose(flight.keys) if held else None
             if chosen is not None:
                 owner, run, epoch = chosen
-                flight.failure = await self._from(
-                    owner, epoch, flight.keys[:run], loan, ends_s, tenant
-                )
+                wanted = flight.keys[:run]
+                flight.failure = await self._from(owner, epoch, wanted, loan, ends_s, admission)
         finally:
             if held:
                 self._slots.release()
@@ -183,7 +222,7 @@ class Fetcher:
         keys: Sequence[bytes],
         loan: Loan,
         ends_s: float,
-        tenant: str,
+        admission: Admission,
     ) -> Fate:
         """Fetch what the owner has of `keys`; why the rest did not come, or FETCHED.
 
@@ -194,7 +233,7 @@ class Fetcher:
         owner.health.began(start_s)
         try:
             async with asyncio.timeout(ends_s - start_s):
-                fate = await self._fetch(owner, epoch, keys, loan, ends_s, tenant)
+                fate = await self._fetch(owner, epoch, keys, loan, ends_s, admission)
         except (TransferError, ProtocolError, ValueError, TimeoutError) as exc:
             fate, why = _fate_of(exc), str(exc)
         finally:
@@ -215,7 +254,9 @@ class Fetcher:
         if fate is not Fate.FETCHED:
             owner.blocks[fate] += len(keys) - landed - corrupt
         owner.bytes += loan.landed_bytes
-        owner.seconds += seconds if landed else 0.0
+        if landed:
+            owner.seconds += seconds
+            owner.speed.observe(loan.landed_bytes, seconds)
 
     def _judge(self, owner: Owner, loan: Loan, fate: Fate, why: str) -> None:
         """What a fetch says about its owner."""
@@ -235,7 +276,7 @@ class Fetcher:
         keys: Sequence[bytes],
         loan: Loan,
         ends_s: float,
-        tenant: str,
+        admission: Admission,
     ) -> Fate:
         left_s = ends_s - clock.now_s()
         asked = LendRequest(
@@ -243,7 +284,8 @@ class Fetcher:
             keys=tuple(key.hex() for key in keys),
             max_bytes=self._piece_bytes,
             within_ms=max(1, int(1e3 * left_s)),
-            tenant=tenant,
+            tenant=admission.tenant,
+            reader=admission.reader,
         )
         answer = await owner.calls.lend(asked, within_s=left_s)
         if answer.epoch != epoch:
@@ -253,10 +295,10 @@ class Fetcher:
         if not blocks:
             return Fate.ABSENT
         items = [(key, block.size) for key, block in zip(keys, blocks, strict=False)]
-        # without an end: the pages come free when the copy has ended, never before
-        grants = self._pool.reserve(items, writer=OWN_WRITER, now_s=math.inf, tenant=tenant)
+        grants = admission.reserve(items)
         try:
-            await self._landing.land(answer, blocks, keys, grants, loan, ends_s)
+            lent = (answer, blocks, keys, grants)
+            await self._landing.land(*lent, loan, ends_s, admission.arrived)
         finally:
             mine = [grant.generation for grant in grants if grant.grant is Grant.RESERVED]
             self._pool.abort(mine, writer=OWN_WRITER)

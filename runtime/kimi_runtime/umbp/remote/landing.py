@@ -1,6 +1,6 @@
 """What an owner lent, copied into our pages, checked there and committed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_connect.arena import Arena
@@ -42,8 +42,11 @@ class Landing:
         grants: Sequence[Granted],
         loan: Loan,
         ends_s: float,
+        arrived: Callable[[Sequence[bytes]], None],
     ) -> None:
         """Copy, check and commit the blocks that have pages; `loan` says which came.
+
+        `arrived` is told of those that were not here before.
 
         Raises what `Session.read` does, TransferLate also where the time is over before all are
         checked, and ValueError for places outside either memory.
@@ -71,7 +74,7 @@ class Landing:
         new = [n for n, s in zip(good, states, strict=True) if s is Commitment.COMMITTED]
         loan.landed = [keys[n] for n in came]
         loan.landed_bytes = sum(blocks[n].size for n in came)
-        self._pool.arrived(keys[n] for n in new)
+        arrived([keys[n] for n in new])
         if len(checked) < len(mine):
             raise TransferLate(f"{len(mine) - len(checked)} blocks came too late to be checked")
 

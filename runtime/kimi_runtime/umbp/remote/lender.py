@@ -28,8 +28,11 @@ from kimi_runtime.spec.request import RegionRef
 from kimi_runtime.transfer.background import Stop, in_thread
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.records import Block
+from kimi_runtime.umbp.remote.demand import Demand
 from kimi_runtime.umbp.second_tier import SecondTier
+from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.tags import block_tags
+from kimi_runtime.umbp.tiers.base import TierCost
 
 PEER_READER = -1
 """Clients' connections have numbers above 0, the daemon's own reads are 0."""
@@ -44,11 +47,17 @@ SPARE_S = 1.0
 log = logging.getLogger(__name__)
 
 
+SPEED_PRIOR = TierCost(latency_s=2e-3, bytes_per_s=1e9)
+"""A loan's length before any was given back."""
+
+
 @dataclass(slots=True)
 class _Loan:
     pages: int
     keys: list[bytes]
     end: asyncio.TimerHandle
+    nbytes: int
+    start_s: float
 
 
 class Lender:
@@ -68,6 +77,9 @@ class Lender:
         """Loans by how they ended: given_back, lapsed."""
         self.refused = 0
         """Requests that found too much lent already."""
+        self.demand = Demand()
+        self.speed = MeasuredCost(SPEED_PRIOR)
+        """Of peers' copying, from a loan's begin to its end."""
         self.damaged = 0
         """Blocks a peer found corrupt that are so at home: dropped."""
         self._pool, self._arena, self._region = pool, arena, region
@@ -103,7 +115,7 @@ class Lender:
         def answer(gap: Gap) -> None:
             # at once: what the SSD brought is safe from eviction only until this returns
             if not answered.done():
-                answered.set_result(self._pinned(keys, asked.max_bytes, ends_s) or nothing)
+                answered.set_result(self._pinned(keys, asked, ends_s) or nothing)
 
         second = self._second
         if second is None or not second.help(keys, answer, within_s=within_s, tenant=asked.tenant):
@@ -138,9 +150,11 @@ class Lender:
         for pin in list(self._loans):
             self._end(pin, "closed")
 
-    def _pinned(self, keys: Sequence[bytes], max_bytes: int, ends_s: float) -> LendAnswer | None:
+    def _pinned(
+        self, keys: Sequence[bytes], asked: LendRequest, ends_s: float
+    ) -> LendAnswer | None:
         """What of the leading run may be lent; None: nothing."""
-        pool, now_s = self._pool, clock.now_s()
+        pool, max_bytes, now_s = self._pool, asked.max_bytes, clock.now_s()
         run = pool.held(keys)
         left_pages = self._most_pages - self.lent_pages
         fits = pool.within(keys[:run], min(left_pages, max_bytes // pool.page_bytes))
@@ -150,12 +164,12 @@ class Lender:
         lease_s = ends_s - now_s + SPARE_S
         pin = pool.pin(keys[:fits], reader=PEER_READER, now_s=now_s, lease_s=lease_s).number
         end = asyncio.get_running_loop().call_later(ends_s - now_s, self._end, pin, "lapsed")
-        self._loans[pin] = _Loan(sum(b.pages for b in blocks), list(keys[:fits]), end)
+        pages, nbytes = sum(b.pages for b in blocks), sum(b.size for b in blocks)
+        self._loans[pin] = _Loan(pages, list(keys[:fits]), end, nbytes, now_s)
         self.lent_blocks += len(blocks)
-        self.lent_bytes += sum(block.size for block in blocks)
-        pool.use(keys[:fits], now_s)
-        if self._second is not None:
-            self._second.used(keys[:fits])
+        self.lent_bytes += nbytes
+        if asked.reader:
+            self._wanted(keys[:fits], asked.reader, now_s)
         return LendAnswer(
             epoch=self._arena.epoch,
             pin=pin,
@@ -165,13 +179,23 @@ class Lender:
             blocks=tuple(map(_told, blocks)),
         )
 
+    def _wanted(self, keys: Sequence[bytes], reader: str, now_s: float) -> None:
+        """An engine somewhere has a use for these."""
+        self.demand.observe(keys, reader, now_s)
+        self._pool.use(keys, now_s)
+        if self._second is not None:
+            self._second.used(keys)
+
     def _end(self, pin: int, how: str) -> bool:
         loan = self._loans.pop(pin, None)
         if loan is None:
             return False
         loan.end.cancel()
         self.ends[how] += 1
-        held = self._pool.unpin(pin, (), reader=PEER_READER, now_s=clock.now_s())
+        now_s = clock.now_s()
+        if how == "given_back":
+            self.speed.observe(loan.nbytes, now_s - loan.start_s)
+        held = self._pool.unpin(pin, (), reader=PEER_READER, now_s=now_s)
         self._changed()
         return held
 

@@ -43,6 +43,7 @@ def peer_metrics(remote: Remote) -> Iterator[Metric]:
     yield GaugeMetricFamily(_PREFIX + "fetching_blocks", "Blocks being fetched.", under_way)
     yield GaugeMetricFamily(_PREFIX + "loans", "Pins of peers.", remote.lender.loans)
     yield from _totals(remote)
+    yield from _offers(remote)
 
 
 def _totals(remote: Remote) -> Iterator[Metric]:
@@ -61,6 +62,30 @@ def _totals(remote: Remote) -> Iterator[Metric]:
     for how in ("given_back", "lapsed"):
         ends.add_metric([how], lender.ends[how])
     yield ends
+
+
+def _offers(remote: Remote) -> Iterator[Metric]:
+    """Blocks that moved because they were offered, and those that did not and why."""
+    taken = CounterMetricFamily(
+        _PREFIX + "taken_blocks",
+        "Blocks that peers offered, by why and what became of them.",
+        labels=["purpose", "how"],
+    )
+    for (purpose, how), blocks in sorted(remote.taker.fates.items()):
+        taken.add_metric([purpose, how], blocks)
+    yield taken
+    size = CounterMetricFamily(
+        _PREFIX + "taken_bytes", "Bytes taken from peers that offered them.", labels=["purpose"]
+    )
+    for purpose, count in sorted(remote.taker.bytes.items()):
+        size.add_metric([purpose], count)
+    yield size
+    copies = CounterMetricFamily(
+        _PREFIX + "copies", "Hot blocks offered to peers, by what became of them.", labels=["how"]
+    )
+    for how, blocks in sorted(remote.replicator.fates.items()):
+        copies.add_metric([how], blocks)
+    yield copies
 
 
 def _counter(

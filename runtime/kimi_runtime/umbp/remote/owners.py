@@ -23,10 +23,15 @@ from kimi_runtime.umbp.index import Index
 from kimi_runtime.umbp.remote.calls import OwnerCalls
 from kimi_runtime.umbp.remote.choice import owner_to_ask
 from kimi_runtime.umbp.remote.health import OwnerHealth
+from kimi_runtime.umbp.speed import MeasuredCost
+from kimi_runtime.umbp.tiers.base import TierCost
 
 LOOK_S = 0.5
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+
+SPEED_PRIOR = TierCost(latency_s=5e-3, bytes_per_s=1e9)
+"""Before anything was fetched; benchmarks/umbp_peers.py measures a machine's own figure."""
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,8 @@ class Owner:
     bytes: int = 0
     seconds: float = 0.0
     """Of fetches that brought something."""
+    speed: MeasuredCost = field(default_factory=lambda: MeasuredCost(SPEED_PRIOR))
+    """Of fetches, from the request to checked bytes in memory."""
     fetching: int = 0
     """Fetches under way."""
 
@@ -59,16 +66,18 @@ class Owners:
         self,
         own_name: str,
         http: aiohttp.ClientSession,
-        call_key: bytes,
+        call_keys: Sequence[bytes],
         tasks: asyncio.TaskGroup,
         *,
         now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self.index = Index()
-        self._own_name, self._http, self._call_key = own_name, http, call_key
+        self._own_name, self._http, self._call_keys = own_name, http, call_keys
         self._group, self._now_s = tasks, now_s
         self._owners: dict[str, Owner] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
+        self._known: set[str] = set()
+        self._unread: list[str] = []
 
     def __iter__(self) -> Iterator[Owner]:
         """All of them."""
@@ -89,11 +98,11 @@ class Owners:
     def run(self, keys: Sequence[bytes]) -> int:
         """The most that one usable owner has of the leading run of `keys`."""
         runs = self.index.prefix_runs(keys)
-        return max((runs.get(owner.name, 0) for owner in self._usable()), default=0)
+        return max((runs.get(owner.name, 0) for owner in self.usable()), default=0)
 
     def choose(self, keys: Sequence[bytes]) -> tuple[Owner, int, int] | None:
         """Whom to ask for `keys`, the length of the run it has, and its epoch; None: nobody."""
-        usable = {owner.name: owner for owner in self._usable()}
+        usable = {owner.name: owner for owner in self.usable()}
         runs = self.index.prefix_runs(keys)
         busy = {name: owner.fetching for name, owner in usable.items()}
         chosen = owner_to_ask(runs, usable, busy, keys[0])
@@ -101,6 +110,10 @@ class Owners:
             return None
         epoch = self.index.resume_point(chosen)[0]
         return None if epoch is None else (usable[chosen], runs[chosen], epoch)
+
+    def awaited(self) -> list[str]:
+        """Those whose feeds have never told all, or the list of them while it was never read."""
+        return self._unread or sorted(self._owners.keys() - self._known)
 
     def doubt(self, owner: Owner) -> None:
         """The owner is not what its feed said: ask it nothing until the feed has begun anew."""
@@ -114,7 +127,7 @@ class Owners:
             if wanted.get(name) != owner.endpoint:
                 self._leave(name)
         for name in wanted.keys() - self._owners.keys():
-            calls = OwnerCalls(self._http, name, wanted[name].url, self._call_key)
+            calls = OwnerCalls(self._http, name, wanted[name].url, self._call_keys)
             self._owners[name] = Owner(wanted[name], calls)
             follow = self._follow(self._owners[name])
             self._following[name] = self._group.create_task(follow, name=f"umbp-follow {name}")
@@ -122,9 +135,11 @@ class Owners:
     async def watch(self, path: Path) -> None:
         """Have who is in the file, until cancelled. One that can't be read changes nothing."""
         file = FleetFile(path, "the list of peers", _complain)
+        self._unread = [f"the list {path}"]
         while True:
             found = await asyncio.to_thread(file.changed)
             if found is not None:
+                self._unread = []
                 self.update(found.pools)
                 log.info("umbp: %d peers are listed", len(self))
             await asyncio.sleep(LOOK_S)
@@ -134,7 +149,21 @@ class Owners:
         for name in list(self._owners):
             self._leave(name)
 
-    def _usable(self) -> list[Owner]:
+    def named(self, name: str) -> Owner | None:
+        """The one that is listed as `name`."""
+        return self._owners.get(name)
+
+    def holders(self, key: bytes) -> int:
+        """How many of them hold a block, as far as can be trusted."""
+        held = self.index.prefix_runs([key])
+        return sum(self.index.state(name) is FollowState.EXACT for name in held)
+
+    def listed(self, key: bytes) -> bool:
+        """Whether any of them is said to hold a block, also one that can't be asked now."""
+        return bool(self.index.prefix_runs([key]))
+
+    def usable(self) -> list[Owner]:
+        """Those that may be asked now."""
         now_s = self._now_s()
         return [
             owner
@@ -144,10 +173,17 @@ class Owners:
 
     def _leave(self, name: str) -> None:
         del self._owners[name]
+        self._known.discard(name)
         self._following.pop(name).cancel()
         self.index.forget(name)
 
     async def _follow(self, owner: Owner) -> None:
+        try:
+            await self._follow_feed(owner)
+        finally:
+            await owner.calls.aclose()
+
+    async def _follow_feed(self, owner: Owner) -> None:
         index, name = self.index, owner.name
         backoff_s, quiet = FIRST_BACKOFF_S, False
         while True:
@@ -160,6 +196,7 @@ class Owners:
                             break  # a gap: ask again, for a snapshot
                         if index.state(name) is FollowState.EXACT:
                             quiet, backoff_s = False, FIRST_BACKOFF_S
+                            self._known.add(name)
                 why = "it ended"
             except KimistackError as exc:
                 why = str(exc)

@@ -16,9 +16,12 @@ from kimi_runtime.transfer.sessions import SessionCache
 from kimi_runtime.umbp.helper import Errands, Helper
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.remote.calls import open_http
+from kimi_runtime.umbp.remote.evacuate import Evacuation, EvacuationReport
 from kimi_runtime.umbp.remote.fetch import Fetcher
 from kimi_runtime.umbp.remote.lender import Lender
 from kimi_runtime.umbp.remote.owners import Owners
+from kimi_runtime.umbp.remote.replicate import Replicator
+from kimi_runtime.umbp.remote.taker import Taker
 from kimi_runtime.umbp.second_tier import SecondTier
 
 
@@ -30,11 +33,21 @@ class Remote(Helper):
         owners: Owners,
         fetcher: Fetcher,
         lender: Lender,
+        taker: Taker,
+        replicator: Replicator,
+        evacuation: Evacuation,
         errands: Errands,
         changed: Callable[[], None],
     ) -> None:
         self.owners, self.fetcher, self.lender = owners, fetcher, lender
+        self.taker, self.replicator = taker, replicator
+        self._evacuation = evacuation
         super().__init__(fetcher, errands.spawn, changed)
+
+    async def evacuate(self, *, deadline_s: float) -> EvacuationReport:
+        """Move what this node alone has to peers, and take nothing from them any more."""
+        self.taker.closed = True
+        return await self._evacuation.run(deadline_s=deadline_s)
 
 
 class Shared(NamedTuple):
@@ -61,7 +74,7 @@ async def open_remote(
     shared: Shared,
     pool: Pool,
     arena: Arena,
-    call_key: bytes,
+    call_keys: Sequence[bytes],
     changed: Callable[[], None],
     second: SecondTier | None,
 ) -> AsyncIterator[Remote]:
@@ -73,13 +86,19 @@ async def open_remote(
     lender = Lender(pool, arena, shared.region, changed, second)
     async with open_http() as http, asyncio.TaskGroup() as tasks:
         errands, sessions = Errands(tasks), SessionCache(shared.transport)
-        owners = Owners(spec.name, http, call_key, tasks)
-        fetcher = Fetcher(pool, arena, owners, sessions, errands.spawn, here=here)
+        owners = Owners(spec.name, http, call_keys, tasks)
+        fetcher = Fetcher(pool, arena, owners, sessions, errands.spawn, here=here, name=spec.name)
+        taker = Taker(pool, owners, fetcher, changed)
+        replicator = Replicator(spec.name, arena.epoch, pool, owners, lender)
+        cost = 1.0 / spec.recompute_rate
+        leaving = (spec.name, pool, owners, arena.epoch, second)
+        evacuation = Evacuation(*leaving, seconds_per_byte=cost)
+        errands.spawn(replicator.run(), "umbp-replicate")
         owners.update(spec.peers)
         if spec.peers_file is not None:
             errands.spawn(owners.watch(spec.peers_file), "umbp-peers")
         try:
-            yield Remote(owners, fetcher, lender, errands, changed)
+            yield Remote(owners, fetcher, lender, taker, replicator, evacuation, errands, changed)
         finally:
             errands.end()
             owners.close()

@@ -1,18 +1,19 @@
 """What an owner lends, to whom and for how long; and who it takes for its peers."""
 
 import json
-import secrets
+from contextlib import aclosing
 
-import aiohttp
 import pytest
 
-from kimi_runtime import auth, clock
+from kimi_runtime import clock
 from kimi_runtime.errors import ConfigError, PeerGone
-from kimi_runtime.spec.peers import GiveBackRequest, LendAnswer, LendRequest
+from kimi_runtime.spec.peers import GiveBackRequest, LendRequest
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.daemon import running
+from kimi_runtime.umbp.proto import peers_pb2
 from kimi_runtime.umbp.remote.calls import OwnerBusy, OwnerCalls, open_http
 from kimi_runtime.umbp.remote.lender import PEER_READER
+from kimi_runtime.umbp.remote.messages import lend_answer, lent_message
 from pool_daemon import CALL_KEY, blocks_of, keys_of, pool_spec
 from pool_peers import SOON_S, knows, peer, peer_spec, until
 
@@ -28,7 +29,9 @@ async def owner(tmp_path):
 @pytest.fixture
 async def calls(owner):
     async with open_http() as http:
-        yield OwnerCalls(http, "a", owner.url, CALL_KEY)
+        made = OwnerCalls(http, "a", owner.url, [CALL_KEY], owner.grpc_port)
+        yield made
+        await made.aclose()
 
 
 def asked(owner, keys, **changes):
@@ -109,34 +112,41 @@ async def test_a_block_that_is_intact_at_home_outlives_a_peer_s_complaint(owner,
     assert owner.clients.remote.lender.damaged == 1
 
 
-async def test_who_does_not_hold_the_call_key_gets_nothing_and_no_request_works_twice(owner):
-    body = asked(owner, keys_of(2)).model_dump_json().encode()
+async def test_who_does_not_hold_the_call_key_gets_nothing(owner):
     async with open_http() as http:
-        stranger = OwnerCalls(http, "a", owner.url, b"another key of thirty-two bytes.")
-        with pytest.raises(PeerGone, match="401"):
+        strange = [b"another key of thirty-two bytes."]
+        stranger = OwnerCalls(http, "a", owner.url, strange, owner.grpc_port)
+        with pytest.raises(PeerGone, match="this deployment's call key"):
             await stranger.lend(asked(owner, keys_of(2)), within_s=1.0)
-    nonce = secrets.token_bytes(16)
-    value = auth.sign(CALL_KEY, "POST", "/lend", body, unix_s=clock.unix_s(), nonce=nonce)
-    async with aiohttp.ClientSession(owner.url, headers={auth.HEADER: value}) as http:
-        for status in (200, 401):
-            async with http.post("/lend", data=body) as response:
-                assert response.status == status
-    assert owner.clients.remote.lender.lent_blocks == 2
+        await stranger.aclose()
+    assert owner.clients.remote.lender.lent_blocks == 0
+
+
+async def test_an_owner_is_asked_nothing_until_its_feed_has_said_where(owner):
+    async with open_http() as http:
+        made = OwnerCalls(http, "a", owner.url, [CALL_KEY])
+        with pytest.raises(OwnerBusy, match="not said yet"):
+            await made.lend(asked(owner, keys_of(2)), within_s=1.0)
+        async with aclosing(made.feed(None, 0)) as lines:
+            await anext(lines)
+        assert len((await made.lend(asked(owner, keys_of(2)), within_s=1.0)).blocks) == 2
+        await made.aclose()
 
 
 async def test_a_daemon_without_peers_lends_nothing(tmp_path):
     async with running(pool_spec(tmp_path)) as daemon, open_http() as http:
         assert daemon.clients.remote is None
-        with pytest.raises(OwnerBusy, match="503"):
-            await OwnerCalls(http, "a", daemon.url, CALL_KEY).lend(
-                asked(daemon, keys_of(1)), within_s=1.0
-            )
+        calls = OwnerCalls(http, "a", daemon.url, [CALL_KEY], daemon.grpc_port)
+        with pytest.raises(OwnerBusy, match="it has no peers"):
+            await calls.lend(asked(daemon, keys_of(1)), within_s=1.0)
+        await calls.aclose()
 
 
 async def test_an_answer_of_a_newer_daemon_is_understood(owner, calls):
     answer = await calls.lend(asked(owner, keys_of(1)), within_s=1.0)
-    newer = answer.model_dump(mode="json") | {"added_later": 1}
-    assert LendAnswer.model_validate_json(json.dumps(newer)) == answer
+    added_later = bytes([99 << 3 & 0x7F | 0x80, 99 >> 4, 1])  # field 99, a varint
+    newer = lent_message(answer).SerializeToString() + added_later
+    assert lend_answer(peers_pb2.LendAnswer.FromString(newer)) == answer
 
 
 async def test_the_list_of_peers_is_followed_as_it_changes(tmp_path, caplog):

@@ -1,0 +1,56 @@
+"""The service that operators call."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from kimi_runtime.umbp.control.drain import drain
+from kimi_runtime.umbp.control.forget import clear, evict
+from kimi_runtime.umbp.control.inspect import inspect
+from kimi_runtime.umbp.control.verify import verify
+from kimi_runtime.umbp.proto import control_pb2 as wire
+from kimi_runtime.umbp.rpc.methods import CLEAR, DRAIN, EVICT, INSPECT, RELOAD, VERIFY
+from kimi_runtime.umbp.rpc.server import RpcServer
+from kimi_runtime.umbp.state import DaemonState
+from kimi_runtime.umbp.tuning import Reloaded
+
+
+class ControlService:
+    """One daemon's. `reload` reads its file again."""
+
+    def __init__(self, state: DaemonState, reload: Callable[[], Awaitable[Reloaded]]) -> None:
+        self._state, self._reload = state, reload
+
+    def add_to(self, server: RpcServer) -> None:
+        """Answer through `server`."""
+        server.unary(INSPECT, self.inspect)
+        server.stream(VERIFY, self.verify)
+        server.unary(EVICT, self.evict)
+        server.unary(CLEAR, self.clear)
+        server.unary(DRAIN, self.drain)
+        server.unary(RELOAD, self.reload)
+
+    async def inspect(self, asked: wire.InspectRequest) -> wire.InspectAnswer:
+        """What it holds, for whom, and how it fares."""
+        return inspect(self._state, asked)
+
+    def verify(self, asked: wire.VerifyRequest) -> AsyncIterator[wire.VerifyProgress]:
+        """Read blocks and check them; drop what is damaged."""
+        return verify(self._state.serving(), asked)
+
+    async def evict(self, asked: wire.EvictRequest) -> wire.EvictAnswer:
+        """Forget blocks that nobody reads."""
+        return await evict(self._state.serving(), asked)
+
+    async def clear(self, asked: wire.ClearRequest) -> wire.ClearAnswer:
+        """Forget all that was put until now."""
+        return clear(self._state.serving(), asked)
+
+    async def drain(self, asked: wire.DrainRequest) -> wire.DrainAnswer:
+        """Take no more, bring what is valuable to peers, wait for readers."""
+        return await drain(self._state, asked)
+
+    async def reload(self, asked: wire.ReloadRequest) -> wire.ReloadAnswer:
+        """Read the file again."""
+        done = await self._reload()
+        return wire.ReloadAnswer(
+            changed=done.changed, needs_restart=done.needs_restart, refused=done.refused
+        )
