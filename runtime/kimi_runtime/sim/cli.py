@@ -67,8 +67,12 @@ def run(
         Path | None, typer.Option("--trace", metavar="FILE", help="In place of drawn sessions.")
     ] = None,
     trace_format: Annotated[
-        str, typer.Option("--format", help="mooncake, tracelab, abench or kimistack.")
+        str, typer.Option("--format", help="See docs/simulator.md: mooncake and six others.")
     ] = "mooncake",
+    trace_block: Annotated[
+        int | None,
+        typer.Option("--trace-block", min=1, help="Tokens of a Mooncake hash id; none: 512."),
+    ] = None,
     lanes: Annotated[
         int | None, typer.Option("--lanes", min=1, help="Sessions at a time; none: all.")
     ] = None,
@@ -100,7 +104,7 @@ def run(
                 else ClusterSpec(),
                 "sessions": sessions,
                 "mix": shape,
-                "trace": None if trace is None else {"path": trace, "format": trace_format},
+                "trace": None if trace is None else _trace(trace, trace_format, trace_block),
                 "lanes": lanes,
                 "events": (
                     ()
@@ -168,6 +172,11 @@ def calibrate(
         if json_file is not None:
             text = TypeAdapter(list[Compared]).dump_json(made, indent=1)
             write(json_file, text + b"\n")
+
+
+def _trace(path: Path, form: str, block_tokens: int | None) -> dict[str, object]:
+    fields: dict[str, object] = {"path": path, "format": form}
+    return fields if block_tokens is None else fields | {"block_tokens": block_tokens}
 
 
 def _all(tasks: "Sequence[Task]", jobs: int, *, keep: bool) -> "list[Outcome]":

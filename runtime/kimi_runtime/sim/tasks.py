@@ -11,7 +11,7 @@ from kimi_runtime.sim.cluster import ClusterEvent, ClusterSpec
 from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.report import Summary, rows, summary
 from kimi_runtime.sim.sessions import Workload
-from kimi_runtime.sim.traces import Format, read_trace
+from kimi_runtime.sim.traces import MOONCAKE_BLOCK_TOKENS, Format, read_trace
 from kimi_runtime.sim.workload import AgentMix, agents
 from kimi_runtime.sim.world import World
 from kimi_runtime.spec.base import SpecModel
@@ -49,6 +49,9 @@ class TraceFile(SpecModel):
 
     path: Path
     format: Format = "mooncake"
+    block_tokens: PositiveInt = Field(
+        MOONCAKE_BLOCK_TOKENS, description="What one of Mooncake's hash ids stands for."
+    )
 
 
 class Task(SpecModel):
@@ -94,6 +97,7 @@ def workload_of(task: Task) -> Workload:
                 name=str(task.trace.path),
                 limit=task.sessions,
                 gap_cap_s=task.mix.gap_cap_s,
+                block_tokens=task.trace.block_tokens,
             )
     except OSError as exc:
         raise ConfigError(f"the trace {task.trace.path} cannot be read: {exc.strerror}") from exc

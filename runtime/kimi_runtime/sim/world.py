@@ -7,7 +7,7 @@ bit; another policy sees the same sessions, pauses and answers. Pure.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kimi_connect.wire import HintKind
 from kimi_runtime.errors import ConfigError
@@ -391,10 +391,8 @@ def _urgency(session: Session) -> RequestClass:
 
 def _inherit(child: Session, parent: Session) -> Session:
     """A subagent is of its parent's tenant."""
-    return Session(
-        name=child.name,
-        text=child.text,
-        turns=child.turns,
+    return replace(
+        child,
         tenant=parent.tenant,
         prefix=parent.prefix,
         prefix_tokens=parent.prefix_tokens,
