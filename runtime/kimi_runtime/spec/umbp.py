@@ -19,6 +19,7 @@ from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.spec.request import BlockKeyHex
 from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.spec.ssd import SsdSpec
+from kimi_runtime.spec.tls import TlsFiles
 from kimi_runtime.spec.transfer import TransferNetwork
 from kimi_runtime.units import Bytes, Rate, Seconds
 
@@ -81,6 +82,11 @@ class UmbpSpec(SpecModel):
         (), description="Memory in equal parts on these nodes; none: where the system puts it."
     )
     call_key: Path
+    tls: TlsFiles | None = Field(
+        None,
+        description="Encrypts HTTP and gRPC; peers must show certificates of the same CA. None: "
+        "neither is encrypted.",
+    )
     reservation_ttl: Annotated[Seconds, Gt(0)] = 30.0
     pin_lease: Annotated[Seconds, Gt(0)] = 10.0
     feed_interval: Annotated[Seconds, Gt(0)] = 0.02

@@ -43,6 +43,8 @@ ANSWER_S = 0.25
 """Time given to end what was begun (unpin, commit) when the deadline is near or over."""
 
 KEYS_A_CALL = 256
+BOUNDARIES_A_CALL = 256
+"""A daemon looks for a state at each of them before it does anything else."""
 
 
 class LoadResult(NamedTuple):
@@ -151,6 +153,24 @@ class PoolClient:
         copy_s = block_bytes / self._copying.cost.bytes_per_s
         return [s._replace(seconds=s.seconds + copy_s * s.blocks) for s in stretches]
 
+    async def deepest(self, boundaries: Sequence[bytes], *, pieces: int, deadline_s: float) -> int:
+        """How many of `boundaries` lead up to the last one whose state the pool has whole, of
+        `pieces` pieces (`kimi_connect.states`); 0 without a daemon or a state.
+        """
+        ends_s = clock.now_s() + deadline_s
+        try:
+            link = await self._connected(ends_s)
+            for start in reversed(range(0, len(boundaries), BOUNDARIES_A_CALL)):
+                part = list(boundaries[start : start + BOUNDARIES_A_CALL])
+                asked = payloads.pack_deepest(part, pieces)
+                answer = await link.call(Op.DEEPEST, asked, within_s=ends_s - clock.now_s())
+                found = payloads.unpack_number(_payload(answer, Op.COUNT))
+                if found:
+                    return start + min(found, len(part))
+        except (LinkLost, TimeoutError, wire.WireError):
+            return 0
+        return 0
+
     async def load(
         self,
         keys: Sequence[bytes],
@@ -220,20 +240,22 @@ class PoolClient:
         deadline_s: float,
         tenant: str = DEFAULT_TENANT,
         priority: Priority = Priority.NORMAL,
+        group_bytes: Sequence[int] | None = None,
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now.
 
         Stops at the first block the pool has no room for. ValueError if the lengths differ or a
-        block is not as large as its layer groups.
+        block is not as large as its layer groups: `group_bytes`, or the client's own.
         """
-        check_store(keys, blocks, self._group_bytes)
+        groups = self._group_bytes if group_bytes is None else tuple(group_bytes)
+        check_store(keys, blocks, groups)
         ends_s = clock.now_s() + deadline_s
         done = 0
         try:
             while done < len(keys):
                 part = slice(done, done + KEYS_A_CALL)
                 asked, kept = await self._store_part(
-                    keys[part], blocks[part], ends_s, tenant, priority
+                    keys[part], blocks[part], groups, ends_s, tenant, priority
                 )
                 done += kept
                 if kept < asked or not asked:
@@ -397,6 +419,7 @@ class PoolClient:
         self,
         keys: Sequence[bytes],
         blocks: Sequence[memoryview],
+        groups: Sequence[int],
         ends_s: float,
         tenant: str,
         priority: Priority,
@@ -414,6 +437,7 @@ class PoolClient:
             [keys[n] for n in mine],
             [grants[n] for n in mine],
             [views[n] for n in mine],
+            groups,
             ends_s,
         )
         answer = await link.call(
@@ -445,6 +469,7 @@ class PoolClient:
         keys: Sequence[bytes],
         grants: Sequence[Granted],
         blocks: Sequence[memoryview],
+        groups: Sequence[int],
         ends_s: float,
     ) -> list[tuple[int, tuple[GroupTag, ...]]]:
         arena = link.arena
@@ -453,7 +478,7 @@ class PoolClient:
         written: list[tuple[int, tuple[GroupTag, ...]]] = []
 
         def work(stop: Stop) -> list[tuple[int, tuple[GroupTag, ...]]]:
-            return copy_in(arena, keys, grants, blocks, self._group_bytes, leaves, stop)
+            return copy_in(arena, keys, grants, blocks, groups, leaves, stop)
 
         self._writing |= generations
         try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena
+from kimi_connect.states import deepest
 from kimi_connect.wire import Frame, Gap, Grant, Granted, Op, WireError
 from kimi_runtime import clock
 from kimi_runtime.umbp.feed import FeedLog
@@ -33,7 +34,7 @@ from kimi_runtime.umbp.tiers.dram import OWN_WRITER
 HANDSHAKE_S = 5.0
 
 _COUNTED = {
-    *(Op.ABORT, Op.RENEW, Op.UNPIN, Op.REPORT, Op.HINT),
+    *(Op.ABORT, Op.RENEW, Op.UNPIN, Op.REPORT, Op.HINT, Op.DEEPEST),
     *(Op.HELD, Op.TOUCH, Op.USED, Op.SERVED),
 }
 """What is answered with a number."""
@@ -84,6 +85,13 @@ class Clients:
         """Whether an SSD or a peer could go on with the run that memory has of `keys`."""
         on_ssd = self.second is not None and self.second.promoter.lacks(keys)
         return on_ssd or (self.remote is not None and self.remote.fetcher.lacks(keys))
+
+    def deepest(self, boundaries: Sequence[bytes], pieces: int) -> int:
+        """One more than the last boundary whose state is here, on SSD or at a peer; 0 for none."""
+        block = self.pool.block
+        return deepest(
+            boundaries, pieces, lambda key: block(key) is not None or self.elsewhere(key)
+        )
 
     def elsewhere(self, key: bytes) -> bool:
         """Whether the SSD, or any peer, is said to have a block; peers also that can't be asked."""
@@ -292,6 +300,8 @@ class Connection(asyncio.Protocol):
         now_s = clock.now_s()
         if op in (Op.HELD, Op.TOUCH, Op.USED, Op.SERVED):
             return self._run(op, payloads.unpack_keys(payload))
+        if op is Op.DEEPEST:
+            return self._clients.deepest(*payloads.unpack_deepest(payload))
         if op is Op.HINT:
             return self._hint(payloads.unpack_hint(payload))
         if op is Op.RENEW:

@@ -29,6 +29,7 @@ from kimi_runtime.umbp.remote.service import open_remote, share_arena
 from kimi_runtime.umbp.retention import ReuseProbability, tool_gap_reuse
 from kimi_runtime.umbp.rpc.peers import PeerService
 from kimi_runtime.umbp.rpc.server import RpcServer
+from kimi_runtime.umbp.rpc.tls import Tls
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.sockets import alone, bound, listen
 from kimi_runtime.umbp.state import DaemonState, Phase
@@ -61,7 +62,8 @@ class Daemon:
     def url(self) -> str:
         """Where its HTTP face answers."""
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        return f"http://{host}:{self.port}"
+        scheme = "https" if self.spec.tls else "http"
+        return f"{scheme}://{host}:{self.port}"
 
 
 async def serve(
@@ -89,20 +91,22 @@ async def running(
     check(spec)
     state = DaemonState(spec.name, list(read_call_keys(spec.call_key)))
     http = PoolHttp(state, spec.feed_interval)
-    tuner = Tuner(spec, source, state, http)
+    tls = None if spec.tls is None else Tls(spec.tls)
+    tuner = Tuner(spec, source, state, http, tls)
     for folder in {spec.socket.parent, spec.arena.parent}:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with alone(spec.arena):
         runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=CLOSE_S)
         await runner.setup()
         try:
-            port = await listen(runner, spec)
+            port = await listen(runner, spec, None if tls is None else tls.server_context)
             async with _rpc(state, tuner).serving(
-                spec.host, spec.grpc_port, spec.control_socket, None
+                *(spec.host, spec.grpc_port, spec.control_socket),
+                tls and tls.server_credentials(),
             ) as http.rpc_port:
                 memory = Memory(*await asyncio.to_thread(open_arena, spec, own_writer=OWN_WRITER))
                 with closing(spec, memory):
-                    async with _engines(spec, state, memory, reuse) as clients:
+                    async with _engines(spec, state, memory, tls, reuse) as clients:
                         tier = DramTier(clients.pool, memory.arena)
                         async with _watching(tuner):
                             yield Daemon(*(spec, state, clients, tier, port, http.rpc_port, tuner))
@@ -132,7 +136,7 @@ async def _watching(tuner: Tuner) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _engines(
-    spec: UmbpSpec, state: DaemonState, memory: Memory, reuse: ReuseProbability
+    spec: UmbpSpec, state: DaemonState, memory: Memory, tls: Tls | None, reuse: ReuseProbability
 ) -> AsyncIterator[Clients]:
     """The pool, what is behind it, its Unix socket and its clock."""
     arena = memory.arena
@@ -154,7 +158,7 @@ async def _engines(
             clients.second = SecondTier(spec, pool, arena, tier, on_ssd, publish)
             await owned.enter_async_context(clients.second.running())
         if shared is not None:
-            given = (spec, shared, pool, arena, state.call_keys, publish, clients.second)
+            given = (spec, shared, pool, arena, state.call_keys, publish, clients.second, tls)
             clients.remote = await owned.enter_async_context(open_remote(*given))
         state.phase = Phase.PEERS
         async with _answering(spec, clients, state, listener, publish):

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_connect.payloads import DEFAULT_TENANT
+from kimi_connect.states import attached
 from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag, Priority
 from kimi_runtime.umbp import audit
 from kimi_runtime.umbp.eviction import Idle
@@ -369,11 +370,12 @@ class Pool:
         return evicted
 
     def evict(self, blocks: int, now_s: float = 0.0) -> list[bytes]:
-        """Forget up to `blocks` unpinned blocks, least worth first; their keys."""
+        """Forget up to `blocks` unpinned blocks, least worth first, and what hangs on the last of
+        them; their keys.
+        """
         keys: list[bytes] = []
         while len(keys) < blocks and (victim := self._idle.victim(now_s)) is not None:
-            keys.append(victim.key)
-            self._evict(victim)
+            keys += self._evict(victim)
         return keys
 
     def forget(self, keys: Iterable[bytes]) -> tuple[int, int, int]:
@@ -396,6 +398,10 @@ class Pool:
         up_to = self._number if up_to is None else min(up_to, self._number)
         self._cleared_at = max(self._cleared_at, up_to)
         blocks = [block for block in self._blocks.values() if block.generation <= up_to]
+        newer = (key for block in blocks for key in self._attached(block))
+        for state in [self._blocks[key] for key in newer]:
+            if state.generation > up_to:
+                self._evict_one(state)
         rest = len(blocks) < len(self._blocks)
         for block in blocks:
             self._forget(block)
@@ -499,7 +505,19 @@ class Pool:
             self._evict(victim)
         return self._pages.take(pages)
 
-    def _evict(self, block: Block) -> None:
+    def _attached(self, block: Block) -> list[bytes]:
+        return attached(block.key, self._blocks.__contains__)
+
+    def _evict(self, block: Block) -> list[bytes]:
+        """Evict a block and what is worth nothing without it: that first, so that no follower ever
+        sees a state without its boundary. The keys that went.
+        """
+        keys = [*self._attached(block), block.key]
+        for one in [self._blocks[key] for key in keys]:
+            self._evict_one(one)
+        return keys
+
+    def _evict_one(self, block: Block) -> None:
         self._forget(block)
         self.feed.remove([block.key])
         self.counters.evicted += 1
@@ -570,6 +588,8 @@ class Pool:
     def _drop(self, block: Block) -> None:
         if block.gone:
             return
+        for key in self._attached(block):
+            self._evict_one(self._blocks[key])
         self._forget(block)
         self.feed.remove([block.key])
         self.counters.corrupt += 1

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,9 +34,9 @@ def alone(arena: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-async def listen(runner: web.AppRunner, spec: UmbpSpec) -> int:
+async def listen(runner: web.AppRunner, spec: UmbpSpec, tls: ssl.SSLContext | None = None) -> int:
     """Serve HTTP at the spec's address; the port."""
-    site = web.TCPSite(runner, spec.host, spec.port)
+    site = web.TCPSite(runner, spec.host, spec.port, ssl_context=tls)
     try:
         await site.start()
     except OSError as exc:

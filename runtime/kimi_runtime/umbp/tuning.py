@@ -7,6 +7,7 @@ engines were told of, need a restart; so does every field that is not named here
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp.assembly import seconds_per_byte, terms_of
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.http import PoolHttp
+from kimi_runtime.umbp.rpc.tls import Tls
 from kimi_runtime.umbp.state import DaemonState
 
 LOOK_S = 1.0
@@ -62,11 +64,12 @@ class Tuner:
         source: Source | None,
         state: DaemonState,
         http: PoolHttp,
+        tls: Tls | None = None,
     ) -> None:
         """`spec` is what the daemon started with; without a `source` there is nothing to reload."""
         self.spec = spec
         """What is in force."""
-        self._source, self._state, self._http = source, state, http
+        self._source, self._state, self._http, self._tls = source, state, http, tls
         self._one_at_a_time = asyncio.Lock()
         self._asked = asyncio.Event()
 
@@ -89,24 +92,25 @@ class Tuner:
         return done
 
     async def watch(self) -> None:
-        """Reload when asked to, or when the file or the call key has changed; until cancelled."""
-        if self._source is None:
-            return
-        seen = self._stamps(self._source.path)
+        """Reload when asked to, or when the file or the call key has changed; until cancelled.
+
+        Certificates are renewed in the same pace.
+        """
+        seen = self._stamps()
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._asked.wait()
-            except TimeoutError:
-                now = self._stamps(self._source.path)
-                if now == seen:
-                    continue
+            if self._tls is not None:
+                self._tls.refresh()
+            now = self._stamps()
+            if now != seen or self._asked.is_set():
                 seen = now
-            self._asked.clear()
-            await self.reload()
+                self._asked.clear()
+                await self.reload()
 
-    def _stamps(self, path: Path) -> list[tuple[int, ...] | None]:
-        return [_stamp(path), _stamp(self.spec.call_key)]
+    def _stamps(self) -> list[tuple[int, ...] | None]:
+        return [_stamp(self._source.path), _stamp(self.spec.call_key)] if self._source else []
 
     def _apply(self, clients: Clients, new: UmbpSpec) -> Reloaded:
         """Whatever can fail comes first, so that a file is taken as a whole or not at all."""

@@ -42,6 +42,7 @@ from kimi_runtime.umbp.remote.messages import (
 )
 from kimi_runtime.umbp.rpc.client import RpcClient
 from kimi_runtime.umbp.rpc.methods import GIVE_BACK, LEND, OFFER, PORT_HEADER
+from kimi_runtime.umbp.rpc.tls import Tls
 
 CONNECT_S = 2.0
 FEED_SILENCE_S = 5.0
@@ -64,7 +65,8 @@ class OwnerCalls:
     """Calls to one owner. Raises PeerGone, TransferLate, and ProtocolError for what it can't mean.
 
     The first of `call_keys` signs; they may change in place. `port` is where the owner answers
-    gRPC; None: it is asked nothing until its feed has said so.
+    gRPC; None: it is asked nothing until its feed has said so. An owner whose `url` begins with
+    https is called by TLS, over gRPC too.
     """
 
     def __init__(
@@ -74,12 +76,17 @@ class OwnerCalls:
         url: str,
         call_keys: Sequence[bytes],
         port: int | None = None,
+        *,
+        tls: Tls | None = None,
     ) -> None:
         self.name, self.url = name, url.rstrip("/")
         self._http, self._call_keys = http, call_keys
-        self._port: int | None = None
+        self._tls = tls if self.url.startswith("https:") else None
+        self._certificate_name = None if self._tls is None else self._tls.files.name
+        self._made_for: tuple[int, int] | None = None
         self._rpc: RpcClient | None = None
-        self._answers_at(port)
+        self._port = port
+        self._stale: list[RpcClient] = []
 
     async def feed(
         self, epoch: int | None, after: int
@@ -90,9 +97,8 @@ class OwnerCalls:
         async with self._call("GET", f"/feed{query}", b"", limits) as response:
             port = response.headers.get(PORT_HEADER, "")
             if port.isdecimal():
-                stale = self._answers_at(int(port))
-                if stale is not None:
-                    await stale.aclose()
+                self._port = int(port)
+            await self._close_stale()
             async for line in response.content:
                 if line.endswith(b"\n"):  # else it was cut off
                     yield decode_line(line)
@@ -117,24 +123,34 @@ class OwnerCalls:
             return offer_answer(await self._known().call(OFFER, message, within_s=within_s))
 
     async def aclose(self) -> None:
-        """End the connection for calls."""
+        """End the connections for calls."""
         if self._rpc is not None:
-            await self._rpc.aclose()
-            self._rpc = self._port = None
+            self._stale.append(self._rpc)
+            self._rpc = self._made_for = None
+        await self._close_stale()
 
-    def _answers_at(self, port: int | None) -> RpcClient | None:
-        """Call at this port from now on; the client of another port before, to be closed."""
-        if port is None or port == self._port:
-            return None
-        stale, self._port = self._rpc, port
-        host = URL(self.url).host or ""
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._rpc = RpcClient(target, self._call_keys, what=f"{self.name} at {target}")
-        return stale
+    async def _close_stale(self) -> None:
+        while self._stale:
+            await self._stale.pop().aclose()
 
     def _known(self) -> RpcClient:
-        if self._rpc is None:
+        """A client for the owner's port and the newest certificate."""
+        if self._port is None:
             raise OwnerBusy(f"{self.name} has not said yet where it takes calls")
+        wanted = self._port, self._tls.renewals if self._tls else 0
+        if self._rpc is None or self._made_for != wanted:
+            if self._rpc is not None:
+                self._stale.append(self._rpc)
+            host = URL(self.url).host or ""
+            target = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+            self._rpc = RpcClient(
+                target,
+                self._call_keys,
+                what=f"{self.name} at {target}",
+                credentials=self._tls and self._tls.channel_credentials(),
+                server_name=self._certificate_name,
+            )
+            self._made_for = wanted
         return self._rpc
 
     @contextmanager
@@ -168,6 +184,8 @@ class OwnerCalls:
                 headers={HEADER: signed},
                 timeout=limits,
                 allow_redirects=False,
+                ssl=True if self._tls is None else self._tls.client_context,
+                server_hostname=self._certificate_name,
             ) as response:
                 if response.status in (429, 503):
                     raise OwnerBusy(f"{what} answers {response.status} to {path.split('?')[0]}")

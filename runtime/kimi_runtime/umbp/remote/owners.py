@@ -23,6 +23,7 @@ from kimi_runtime.umbp.index import Index
 from kimi_runtime.umbp.remote.calls import OwnerCalls
 from kimi_runtime.umbp.remote.choice import owner_to_ask
 from kimi_runtime.umbp.remote.health import OwnerHealth
+from kimi_runtime.umbp.rpc.tls import Tls
 from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.tiers.base import TierCost
 
@@ -69,9 +70,11 @@ class Owners:
         call_keys: Sequence[bytes],
         tasks: asyncio.TaskGroup,
         *,
+        tls: Tls | None = None,
         now_s: Callable[[], float] = clock.now_s,
     ) -> None:
         self.index = Index()
+        self._tls = tls
         self._own_name, self._http, self._call_keys = own_name, http, call_keys
         self._group, self._now_s = tasks, now_s
         self._owners: dict[str, Owner] = {}
@@ -127,7 +130,8 @@ class Owners:
             if wanted.get(name) != owner.endpoint:
                 self._leave(name)
         for name in wanted.keys() - self._owners.keys():
-            calls = OwnerCalls(self._http, name, wanted[name].url, self._call_keys)
+            url = wanted[name].url
+            calls = OwnerCalls(self._http, name, url, self._call_keys, tls=self._tls)
             self._owners[name] = Owner(wanted[name], calls)
             follow = self._follow(self._owners[name])
             self._following[name] = self._group.create_task(follow, name=f"umbp-follow {name}")

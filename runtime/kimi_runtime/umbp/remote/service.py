@@ -22,6 +22,7 @@ from kimi_runtime.umbp.remote.lender import Lender
 from kimi_runtime.umbp.remote.owners import Owners
 from kimi_runtime.umbp.remote.replicate import Replicator
 from kimi_runtime.umbp.remote.taker import Taker
+from kimi_runtime.umbp.rpc.tls import Tls
 from kimi_runtime.umbp.second_tier import SecondTier
 
 
@@ -77,6 +78,7 @@ async def open_remote(
     call_keys: Sequence[bytes],
     changed: Callable[[], None],
     second: SecondTier | None,
+    tls: Tls | None,
 ) -> AsyncIterator[Remote]:
     """Lend what `pool` holds in `arena`, and follow the peers of `spec`, until the way out."""
 
@@ -86,7 +88,7 @@ async def open_remote(
     lender = Lender(pool, arena, shared.region, changed, second)
     async with open_http() as http, asyncio.TaskGroup() as tasks:
         errands, sessions = Errands(tasks), SessionCache(shared.transport)
-        owners = Owners(spec.name, http, call_keys, tasks)
+        owners = Owners(spec.name, http, call_keys, tasks, tls=tls)
         fetcher = Fetcher(pool, arena, owners, sessions, errands.spawn, here=here, name=spec.name)
         taker = Taker(pool, owners, fetcher, changed)
         replicator = Replicator(spec.name, arena.epoch, pool, owners, lender)

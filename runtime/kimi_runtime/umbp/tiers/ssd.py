@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from kimi_connect.blocks import flat
+from kimi_connect.states import attached
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.transfer.background import Stop, in_thread
 from kimi_runtime.umbp.holdings import Holdings
@@ -127,8 +128,12 @@ class SsdTier:
             self._tell_lost()
 
     def evict(self, blocks: int) -> list[BlockKey]:
-        """Forget up to `blocks`, coldest first; their keys. A read under way still gets them."""
-        return self._forgotten(self.log.evict(blocks))
+        """Forget up to `blocks`, coldest first, and the states that hang on them; their keys. A
+        read under way still gets them.
+        """
+        gone = self._forgotten(self.log.evict(blocks))
+        states = [key for one in gone for key in attached(one, lambda key: self.held([key]) > 0)]
+        return gone + self.forget(states) if states else gone
 
     def forget(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Forget these; which of them were held."""

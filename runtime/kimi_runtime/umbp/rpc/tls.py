@@ -1,0 +1,99 @@
+"""TLS of a daemon, for gRPC and HTTP, from files that are replaced as certificates are renewed.
+
+Over gRPC both sides show a certificate that the deployment's CA signed. HTTP asks its callers for
+none, since probes and scrapers have none; who calls for more is known by the call key.
+"""
+
+import logging
+import ssl
+from typing import NamedTuple
+
+import grpc
+
+from kimi_runtime.errors import ConfigError
+from kimi_runtime.spec.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+
+class _Read(NamedTuple):
+    """What the files said."""
+
+    certificate: bytes
+    key: bytes
+    ca: bytes
+
+
+class Tls:
+    """The certificates as of the last `refresh`; ConfigError if there are none to start from."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self.renewals = 0
+        """Times that new files were taken."""
+        self.server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        """For the HTTP face; renewed in place."""
+        self._read = _read(files)
+        self.client_context = self._take(self._read)
+        """For calls of others' HTTP faces; another one after a renewal."""
+        self._complaint = ""
+
+    def refresh(self) -> None:
+        """Look at the files; new ones that fit together count from the next connection on."""
+        try:
+            found = _read(self.files)
+            if found != self._read:
+                self.client_context = self._take(found)
+                self._read = found
+                self.renewals += 1
+                log.info("umbp: the certificates were renewed")
+            self._complaint = ""
+        except ConfigError as exc:
+            if str(exc) != self._complaint:
+                self._complaint = str(exc)
+                log.error("umbp: the certificates are as before: %s", exc)
+
+    def server_credentials(self) -> "grpc.ServerCredentials":
+        """For a gRPC server, which then follows renewals by itself."""
+        given = self._read
+
+        def newest() -> "grpc.ServerCertificateConfiguration | None":
+            nonlocal given
+            if self._read is given:
+                return None
+            given = self._read
+            return _configuration(given)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(given), newest, require_client_authentication=True
+        )
+
+    def channel_credentials(self) -> "grpc.ChannelCredentials":
+        """For a gRPC channel; it keeps these, so make another one after a renewal."""
+        read = self._read
+        return grpc.ssl_channel_credentials(read.ca, read.key, read.certificate)
+
+    def _take(self, found: _Read) -> ssl.SSLContext:
+        """Check that the files fit together, and use them."""
+        files = self.files
+        try:
+            client = ssl.create_default_context(cadata=found.ca.decode("ascii"))
+            client.load_cert_chain(files.certificate, files.key)
+            self.server_context.load_cert_chain(files.certificate, files.key)
+        except (ssl.SSLError, OSError, ValueError) as exc:
+            raise ConfigError(
+                f"tls: {files.certificate}, {files.key} and {files.ca} are no certificate with its "
+                f"key and a CA ({exc}); write PEM files that belong together"
+            ) from exc
+        return client
+
+
+def _configuration(read: _Read) -> "grpc.ServerCertificateConfiguration":
+    return grpc.ssl_server_certificate_configuration([(read.key, read.certificate)], read.ca)
+
+
+def _read(files: TlsFiles) -> _Read:
+    try:
+        return _Read(files.certificate.read_bytes(), files.key.read_bytes(), files.ca.read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"tls: {exc.filename} cannot be read: {exc.strerror}") from exc

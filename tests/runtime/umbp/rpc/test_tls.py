@@ -1,0 +1,144 @@
+"""Daemons that encrypt: who gets in, who does not, and what a renewal of certificates does."""
+
+import shutil
+import ssl
+
+import aiohttp
+import pytest
+
+from certificates import Authority, needs_openssl
+from kimi_connect.wire import Outcome
+from kimi_runtime.errors import ConfigError, PeerGone
+from kimi_runtime.umbp.daemon import running
+from kimi_runtime.umbp.remote.calls import OwnerCalls, open_http
+from kimi_runtime.umbp.rpc.client import RpcClient
+from kimi_runtime.umbp.rpc.methods import INSPECT
+from kimi_runtime.umbp.rpc.tls import Tls
+from pool_control import SOON_S, control_of
+from pool_daemon import CALL_KEY, blocks_of, keys_of, pool_spec, targets
+from pool_peers import knows, owner_of, peer, until
+
+pytestmark = needs_openssl
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path / "authority")
+
+
+async def inspected(daemon, files):
+    """A call over TCP with these files; files None: without TLS."""
+    tls = files and Tls(files)
+    rpc = RpcClient(
+        f"127.0.0.1:{daemon.grpc_port}",
+        [CALL_KEY],
+        what="the daemon",
+        credentials=tls and tls.channel_credentials(),
+    )
+    try:
+        return await rpc.call(INSPECT, INSPECT.asked(), within_s=SOON_S)
+    finally:
+        await rpc.aclose()
+
+
+async def test_daemons_with_certificates_of_one_authority_fetch_from_each_other(
+    tmp_path, authority
+):
+    one, two = authority.issue(tmp_path / "one"), authority.issue(tmp_path / "two")
+    async with (
+        peer(tmp_path, "a", tls=one) as (a, at_a),
+        peer(tmp_path, "b", [("a", a.url)], tls=two) as (b, at_b),
+    ):
+        assert a.url.startswith("https:")
+        keys, into = keys_of(3), targets(3)
+        await at_a.store(keys, blocks_of(keys), deadline_s=SOON_S)
+        await knows(b, "a", 3)
+        assert await at_b.load(keys, into, deadline_s=SOON_S) == (3, Outcome.HIT)
+        assert into == blocks_of(keys)
+
+
+async def test_a_peer_with_another_authority_is_refused_and_says_why(tmp_path, authority, caplog):
+    stranger = Authority(tmp_path / "stranger").issue(tmp_path / "other")
+    async with (
+        peer(tmp_path, "a", tls=authority.issue(tmp_path / "one")) as (a, _),
+        peer(tmp_path, "b", [("a", a.url)], tls=stranger) as (b, _),
+    ):
+        await until(lambda: "the feed of a is lost" in caplog.text)
+        assert "certificate verify failed" in caplog.text
+        assert owner_of(b, "a").blocks == {}
+        with pytest.raises(PeerGone, match="CERTIFICATE_VERIFY_FAILED"):
+            await inspected(a, stranger)
+
+
+async def test_who_shows_no_certificate_or_one_of_another_authority_gets_no_call_through(
+    tmp_path, authority
+):
+    files = authority.issue(tmp_path / "one")
+    stranger = Authority(tmp_path / "stranger").issue(tmp_path / "other")
+    strange = stranger.model_copy(update={"ca": authority.certificate})
+    async with running(pool_spec(tmp_path, tls=files)) as daemon:
+        assert (await inspected(daemon, files)).name == "pool"
+        for wrong in (None, strange):
+            with pytest.raises(PeerGone):
+                await inspected(daemon, wrong)
+        async with control_of(daemon.spec) as control:  # its own socket is not encrypted
+            assert (await control(INSPECT)).name == "pool"
+
+
+async def test_probes_reach_an_encrypted_http_face_without_a_certificate(tmp_path, authority):
+    files = authority.issue(tmp_path / "one")
+    trusting = ssl.create_default_context(cafile=str(authority.certificate))
+    async with running(pool_spec(tmp_path, tls=files)) as daemon, aiohttp.ClientSession() as http:
+        async with http.get(f"{daemon.url}/readyz", ssl=trusting) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await http.get(f"{daemon.url}/readyz")
+
+
+async def test_a_certificate_made_out_to_a_name_is_good_where_that_name_is_expected(
+    tmp_path, authority
+):
+    files = authority.issue(tmp_path / "one", host="DNS:pool.kimistack", name="pool.kimistack")
+    async with running(pool_spec(tmp_path, tls=files, lends=True)) as daemon, open_http() as http:
+        calls = OwnerCalls(http, "a", daemon.url, [CALL_KEY], tls=Tls(files))
+        lines = calls.feed(None, 0)
+        assert (await anext(lines)).owner == "pool"
+        await lines.aclose()
+        await calls.aclose()
+        unnamed = files.model_copy(update={"name": None})
+        calls = OwnerCalls(http, "a", daemon.url, [CALL_KEY], tls=Tls(unnamed))
+        with pytest.raises(PeerGone, match="certificate"):
+            await anext(calls.feed(None, 0))
+
+
+async def test_renewed_certificates_count_from_the_next_connection_on(tmp_path, authority, caplog):
+    files = authority.issue(tmp_path / "one")
+    caplog.set_level("INFO")
+    other = Authority(tmp_path / "next")
+    new = other.issue(tmp_path / "new")
+    async with running(pool_spec(tmp_path, tls=files)) as daemon:
+        shutil.copy(new.key, files.key)  # half of a renewal: the key belongs to no certificate
+        await until(lambda: "the certificates are as before" in caplog.text)
+        shutil.copy(new.certificate, files.certificate)
+        shutil.copy(new.ca, files.ca)
+        await until(lambda: "the certificates were renewed" in caplog.text)
+        assert (await inspected(daemon, new)).name == "pool"
+        trusting = ssl.create_default_context(cafile=str(other.certificate))
+        url = f"{daemon.url}/healthz"
+        async with aiohttp.ClientSession() as http, http.get(url, ssl=trusting) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("missing", ["certificate", "key", "ca"])
+async def test_files_that_are_not_there_or_do_not_belong_together_end_the_start(
+    tmp_path, authority, missing
+):
+    files = authority.issue(tmp_path / "one")
+    getattr(files, missing).unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        async with running(pool_spec(tmp_path, tls=files)):
+            pass
+    getattr(files, missing).write_text("no certificate")
+    with pytest.raises(ConfigError, match="belong together"):
+        async with running(pool_spec(tmp_path, tls=files)):
+            pass

@@ -1,0 +1,46 @@
+"""Certificate authorities and what they sign, made by the openssl command."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kimi_runtime.spec.tls import TlsFiles
+
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl command here")
+
+
+class Authority:
+    """A CA in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.certificate = folder, folder / "ca.pem"
+        folder.mkdir()
+        self._key = folder / "ca-key.pem"
+        _openssl(
+            *("req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=the CA"),
+            *_new_key(self._key, self.certificate),
+        )
+
+    def issue(self, folder: Path, *, host: str = "IP:127.0.0.1", name=None) -> TlsFiles:
+        """A certificate for `host`, with its key and the CA's certificate, written to `folder`."""
+        folder.mkdir(exist_ok=True)
+        key, request, names = folder / "key.pem", folder / "request.pem", folder / "names"
+        names.write_text(f"subjectAltName={host}\n")
+        _openssl("req", "-nodes", "-subj", "/CN=a daemon", *_new_key(key, request))
+        certificate, ca = folder / "certificate.pem", folder / "ca.pem"
+        _openssl(
+            *("x509", "-req", "-days", "1", "-CAcreateserial", "-extfile", names, "-in", request),
+            *("-CA", self.certificate, "-CAkey", self._key, "-out", certificate),
+        )
+        ca.write_bytes(self.certificate.read_bytes())
+        return TlsFiles(certificate=certificate, key=key, ca=ca, name=name)
+
+
+def _new_key(key: Path, out: Path) -> tuple[object, ...]:
+    return "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-keyout", key, "-out", out
+
+
+def _openssl(*words: object) -> None:
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
