@@ -24,6 +24,7 @@ NODE_VARIABLE = "KIMISTACK_NODE"
 LINGER_VARIABLE = "KIMISTACK_LINGER"
 TRANSFER_ADDRESS_VARIABLE = "KIMISTACK_TRANSFER_ADDRESS"
 TRANSFER_PORT_VARIABLE = "KIMISTACK_TRANSFER_PORT"
+GRPC_PORT_VARIABLE = "KIMISTACK_GRPC_PORT"
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -31,7 +32,8 @@ S = TypeVar("S", bound=BaseModel)
 class Settings(SpecModel):
     """Overrides of a spec file's fields of the same names; None leaves them as they are.
 
-    `transfer_address` and `transfer_port` are `advertised` and `port` of a worker's `network`.
+    `transfer_address` and `transfer_port` are `advertised` and `port` of the `network` of a worker
+    or a pool daemon.
     """
 
     name: str | None = None
@@ -44,6 +46,7 @@ class Settings(SpecModel):
     node: str | None = None
     transfer_address: str | None = None
     transfer_port: str | None = None
+    grpc_port: str | None = None
 
     def onto(self, spec: S) -> S:
         """The spec with the overrides, validated again (ValueError)."""
@@ -75,6 +78,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
         node=variables.get(NODE_VARIABLE) or None,
         transfer_address=variables.get(TRANSFER_ADDRESS_VARIABLE) or None,
         transfer_port=variables.get(TRANSFER_PORT_VARIABLE) or None,
+        grpc_port=variables.get(GRPC_PORT_VARIABLE) or None,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kimi_connect.wire import Outcome
+from kimi_connect.wire import Outcome, Source, Stretch
 
 
 class Loaded(NamedTuple):
@@ -21,9 +21,17 @@ class MemoryPool:
         self.loaded_blocks = 0
         self.used_blocks = 0
         self.tenants: set[str] = set()
+        self.source, self.seconds = Source.MEMORY, 0.0
+        """Of a quote."""
 
     async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    async def quote(
+        self, keys: Sequence[bytes], *, block_bytes: int, deadline_s: float
+    ) -> list[Stretch]:
+        held = await self.held(keys, deadline_s=deadline_s)
+        return [Stretch(held, self.source, self.seconds)] if held else []
 
     def used(self, keys: Sequence[bytes]) -> None:
         self.used_blocks += len(keys)

@@ -11,13 +11,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from kimi_connect.wire import Outcome
+from kimi_connect.wire import Outcome, Stretch
 from kimi_runtime import clock
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
+from kimi_runtime.engine.fetch_price import Worth, worth_fetching
 from kimi_runtime.engine.follow import ProgressSource, followed, parts_wanted
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import BlockView
+from kimi_runtime.engine.pace import PrefillPace
 from kimi_runtime.engine.pull import BlockReader, Readable, Wanted
 from kimi_runtime.engine.request import Fetched, Request
 from kimi_runtime.spec.request import HandOff
@@ -63,8 +65,10 @@ class Pool(Protocol):
     ) -> int:
         """Keep leading blocks; returns how many are held now."""
 
-    async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
-        """Length of the leading run of `keys` the pool has; 0 if it does not answer."""
+    async def quote(
+        self, keys: Sequence[bytes], *, block_bytes: int, deadline_s: float
+    ) -> Sequence[Stretch]:
+        """The leading run of `keys` the pool has, with seconds to load; none if it is silent."""
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Tell the pool of blocks found here, which it would otherwise think nobody needs."""
@@ -88,6 +92,8 @@ class Fetcher:
         self._blocks, self._view, self._counters = blocks, view, counters
         self._reader, self._progress, self._pool = reader, progress, pool
         self._deadline_s, self._freed = deadline_s, freed
+        self.pace = PrefillPace()
+        """How fast prompts are computed here, which what is fetched is weighed against."""
         self._reserving = asyncio.Lock()
         self._reserved: dict[int, list[int]] = {}
         self._quarantined: list[int] = []
@@ -205,11 +211,13 @@ class Fetcher:
     async def _from_pool(self, pool: Pool, request: Request) -> None:
         lacking = self._trusted(request.reusable_keys[len(request.blocks) :])
         until_s = clock.now_s() + self._deadline_s
-        held = await pool.held(lacking, deadline_s=self._deadline_s) if lacking else 0
-        if not held:
+        worth = await self._worth(pool, request, lacking)
+        if worth.refused:
+            self._counters.pool_failures["dear"] += 1
+        if not worth.blocks:
             return
-        keys = lacking[:held]
-        reserved = await self._reserve(request, held, within_s=self._deadline_s)
+        keys = lacking[: worth.blocks]
+        reserved = await self._reserve(request, len(keys), within_s=self._deadline_s)
         if reserved is None:
             self._counters.pool_failures["no_room"] += 1
             return
@@ -217,12 +225,27 @@ class Fetcher:
         try:
             views = [self._view(block) for block in reserved]
             left_s = max(0.001, until_s - clock.now_s())
+            if worth.within_s is not None:
+                left_s = min(left_s, worth.within_s)
             result = await pool.load(keys, views, deadline_s=left_s, tenant=request.tenant)
             loaded = result.blocks
             if result.outcome not in (Outcome.HIT, Outcome.MISS):
                 self._counters.pool_failures[result.outcome.value] += 1
         finally:
             self._settle(request, loaded, "pool")
+
+    async def _worth(self, pool: Pool, request: Request, keys: Sequence[bytes]) -> Worth:
+        """How much of what the pool has of `keys` to fetch."""
+        stretches: Sequence[Stretch] = ()
+        if keys:
+            size = self._view(0).nbytes
+            stretches = await pool.quote(keys, block_bytes=size, deadline_s=self._deadline_s)
+        return worth_fetching(
+            stretches,
+            block_tokens=request.chain.block_tokens,
+            before=request.computed,
+            compute=self.pace.seconds,
+        )
 
     def _lacking(self, request: Request, take: HandOff) -> tuple[range, bool]:
         """Indices of the hand-off's blocks to read, and whether it matches all that is lacking.

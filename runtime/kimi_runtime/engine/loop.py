@@ -135,7 +135,10 @@ class StepLoop:
                     stream.begin()
             samplers = self._samplers(plan)
             compute = partial(self._compute, group_done=self._group_watch(plan, loop))
+            start_s = clock.now_s()
             sampled, failures = await loop.run_in_executor(thread, compute, plan, samplers)
+            rows = ((row.start, len(row.ids)) for row in plan.rows)
+            self._parts.fetcher.pace.step(rows, clock.now_s() - start_s)
             self._take_in(plan, sampled, failures)
 
     def _group_watch(
