@@ -52,10 +52,34 @@ def picture_of(label: str, runs: Sequence[Requests], terms: Mapping[str, float])
         made.timelines = _timelines(runs[0])
         made.over_s = max(one["ended_s"] or one["asked_s"] for one in runs[0])
     made.sources = _sources(done)
-    made.mean_parts = _parts(done)
-    slow = sorted(done, key=_ttft)[-max(round(SLOWEST * len(done)), 1) :]
-    made.slow_parts = {name: _parts(slow)[name] for name in PARTS[:-1]} if done else {}
+    made.mean_parts = parts_of(done)
+    made.slow_parts = slow_parts(done) if done else {}
     return made
+
+
+def parts_of(done: Requests) -> dict[str, float]:
+    """Mean seconds of answered requests by what they went into."""
+    sums = dict.fromkeys(PARTS, 0.0)
+    for one in done:
+        scheduled_s = min(max(one["scheduled_s"] or one["asked_s"], one["asked_s"]), one["first_s"])
+        before_s = scheduled_s - one["asked_s"]
+        held_s = min(one["deferred_s"], before_s)
+        spent = (held_s, before_s - held_s, one["first_s"] - scheduled_s)
+        for name, seconds in zip(PARTS, (*spent, one["ended_s"] - one["first_s"]), strict=True):
+            sums[name] += seconds
+    return {name: total / max(len(done), 1) for name, total in sums.items()}
+
+
+def slow_parts(done: Requests) -> dict[str, float]:
+    """The same of the slowest 1 % by TTFT, until their first tokens."""
+    slow = sorted(done, key=_ttft)[-max(round(SLOWEST * len(done)), 1) :]
+    return {name: seconds for name, seconds in parts_of(slow).items() if name != PARTS[-1]}
+
+
+def mean_of(some: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Name by name; what one lacks is 0 there."""
+    names = dict.fromkeys(name for one in some for name in one)
+    return {name: sum(one.get(name, 0.0) for one in some) / len(some) for name in names}
 
 
 def stratum_of(request: Mapping[str, Any]) -> str:
@@ -110,18 +134,6 @@ def _sources(done: Requests) -> dict[str, float]:
     seen = max(sum(one["cached_ideally"] for one in done), sum(found))
     amounts = (*found, seen - sum(found), max(prompts - seen, 0))
     return {name: amount / prompts for name, amount in zip(SOURCES, amounts, strict=True)}
-
-
-def _parts(done: Requests) -> dict[str, float]:
-    sums = dict.fromkeys(PARTS, 0.0)
-    for one in done:
-        scheduled_s = min(max(one["scheduled_s"] or one["asked_s"], one["asked_s"]), one["first_s"])
-        before_s = scheduled_s - one["asked_s"]
-        held_s = min(one["deferred_s"], before_s)
-        spent = (held_s, before_s - held_s, one["first_s"] - scheduled_s)
-        for name, seconds in zip(PARTS, (*spent, one["ended_s"] - one["first_s"]), strict=True):
-            sums[name] += seconds
-    return {name: total / max(len(done), 1) for name, total in sums.items()}
 
 
 def _ttft(request: Mapping[str, Any]) -> float:

@@ -130,22 +130,17 @@ def sections_of(text: str, runs: "Sequence[SavedRun]") -> "list[Section]":
 
 
 def _drawn(runs: "Sequence[SavedRun]", label: str, name: str) -> "list[Picture]":
-    from kimi_runtime.sim.pictures import picture_of
+    from kimi_runtime.sim.pictures import mean_of, picture_of
 
     chosen = [run for run in runs if run.label == label]
-    terms = _mean_terms([run.summary["terms"] for run in chosen])
+    terms = mean_of([run.summary["terms"] for run in chosen])
     return [picture_of(name, [run.requests for run in chosen], terms)]
-
-
-def _mean_terms(some: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for one in some for name in one)
-    return {name: sum(one.get(name, 0.0) for one in some) / len(some) for name in names}
 
 
 def _page(regime: "Regime", found: "Findings", asked: "Sequence[Cell]", kept: "Cells") -> str:
     from kimi_runtime.sim.experiments.tables import markdown
     from kimi_runtime.sim.html import Section, page
-    from kimi_runtime.sim.pictures import picture_of
+    from kimi_runtime.sim.pictures import mean_of, picture_of
 
     sections = [Section("", markdown(found))]
     for scenario, arms in regime.drawn.items():
@@ -154,7 +149,7 @@ def _page(regime: "Regime", found: "Findings", asked: "Sequence[Cell]", kept: "C
             cells = [cell for cell in asked if (cell.scenario, cell.arm) == (scenario, arm)]
             runs = [kept.read(cell) for cell in cells]
             if runs:
-                terms = _mean_terms([run["summary"]["terms"] for run in runs])
+                terms = mean_of([run["summary"]["terms"] for run in runs])
                 pictures.append(picture_of(arm, [run["requests"] for run in runs], terms))
         if pictures:
             says = f"{regime.scenarios[scenario].says}"

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from pydantic import NonNegativeInt
 
 from kimi_runtime.sim.experiments.regime import Anchor, Cell, Contrast, Regime
+from kimi_runtime.sim.pictures import mean_of, parts_of, slow_parts
 from kimi_runtime.sim.report import Share
 from kimi_runtime.sim.stats import Ratio, Sample, best, level, ratio, sample_of
 from kimi_runtime.spec.base import SpecModel
@@ -27,6 +28,10 @@ class Row(SpecModel):
     prompt_tokens: Share
     terms: dict[str, float]
     """Mean seconds of the chosen plans' terms."""
+    parts: dict[str, float]
+    """Mean seconds of a request, by what they went into."""
+    slow_parts: dict[str, float]
+    """The same of the slowest 1 % until their first tokens."""
 
 
 class Finding(SpecModel):
@@ -111,14 +116,14 @@ def findings(
 ) -> Findings:
     """Of finished runs. What an absent run would be needed for is left out."""
     runs: Runs = {}
-    summaries: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    told_of: dict[tuple[str, str], list[_Told]] = {}
     for number, cell in enumerate(cells):
         run, key = read(cell), (cell.scenario, cell.arm)
         sample = sample_of(run["requests"], seed=cell.task.seed, slo=regime.slo)
         runs.setdefault(key, []).append(sample)
-        summaries.setdefault(key, []).append(run["summary"])
+        told_of.setdefault(key, []).append(_Told.of(run))
         told(number + 1)
-    rows = [_row(regime, *key, runs[key], summaries[key]) for key in runs]
+    rows = [_row(regime, *key, runs[key], told_of[key]) for key in runs]
     places = {name: number for number, name in enumerate(regime.scenarios)}
     rows.sort(key=lambda row: places[row.scenario])
     everything = {(name, arm) for name in regime.scenarios for arm in regime.arms_in(name)}
@@ -141,10 +146,10 @@ def _row(
     scenario: str,
     arm: str,
     samples: Sequence[Sample],
-    summaries: Sequence[Mapping[str, Any]],
+    runs: Sequence["_Told"],
 ) -> Row:
+    summaries = [one.summary for one in runs]
     shares = [Share.model_validate(one["prompt_tokens"]) for one in summaries]
-    names = dict.fromkeys(name for one in summaries for name in one["terms"])
     count = len(summaries)
     return Row(
         scenario=scenario,
@@ -159,10 +164,23 @@ def _row(
                 for name in Share.model_fields
             }
         ),
-        terms={
-            name: sum(one["terms"].get(name, 0.0) for one in summaries) / count for name in names
-        },
+        terms=mean_of([one["terms"] for one in summaries]),
+        parts=mean_of([one.parts for one in runs]),
+        slow_parts=mean_of([one.slow_parts for one in runs]),
     )
+
+
+class _Told(NamedTuple):
+    """What is kept of a run besides its sample."""
+
+    summary: Mapping[str, Any]
+    parts: dict[str, float]
+    slow_parts: dict[str, float]
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Self:
+        done = [one for one in run["requests"] if one["ended_s"] is not None]
+        return cls(run["summary"], parts_of(done), slow_parts(done) if done else {})
 
 
 def _findings(regime: Regime, runs: Runs) -> list[Finding]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from kimi_runtime.sim.experiments.findings import Finding, Findings, Row, Step
+from kimi_runtime.sim.pictures import PARTS
 from kimi_runtime.sim.stats import METRICS
 from kimi_runtime.sim.tables import figure, interval, table
 
@@ -11,7 +12,8 @@ def markdown(found: Findings) -> str:
     """Everything, in sections."""
     parts = [_head(found), *_anchors(found), *_ratios(found.findings)]
     parts += _steps(found.steps)
-    parts += [_rows(name, rows) for name, rows in by_scenario(found.rows).items()]
+    for name, rows in by_scenario(found.rows).items():
+        parts += [_rows(name, rows), _times(name, rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -108,6 +110,23 @@ def _rows(scenario: str, rows: Sequence[Row]) -> str:
                 )
             ),
             f"{row.refused} of {row.requests}",
+        )
+        for row in rows
+    ]
+    return table(head, lines)
+
+
+def _times(scenario: str, rows: Sequence[Row]) -> str:
+    head = (
+        f"{scenario}: where the time goes",
+        *(f"mean: {name}" for name in PARTS),
+        *(f"slowest 1 %: {name}" for name in PARTS[:-1]),
+    )
+    lines = [
+        (
+            row.arm,
+            *(f"{row.parts.get(name, 0.0):.2f} s" for name in PARTS),
+            *(f"{row.slow_parts.get(name, 0.0):.2f} s" for name in PARTS[:-1]),
         )
         for row in rows
     ]
