@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.scheduler import SealedBlock
 from kimi_runtime.sim.links import Links
 from kimi_runtime.sim.pool import SimPool
 from kimi_runtime.sim.timeline import Timeline
@@ -17,7 +18,9 @@ DEADLINE_S = 5.0
 
 
 class Reader:
-    """Reads for one worker. `touch` is called before blocks change, `schedule` when all is read."""
+    """Reads for one worker. `touch` is called before blocks change, `schedule` when all is read,
+    `brought` with full blocks from elsewhere than the node's pool: it may lack them.
+    """
 
     def __init__(
         self,
@@ -30,10 +33,11 @@ class Reader:
         pool: SimPool | None,
         touch: Callable[[], None],
         schedule: Callable[[Work], None],
+        brought: Callable[[list[SealedBlock]], None],
     ) -> None:
         self._name, self._blocks, self._token_bytes = name, blocks, token_bytes
         self._timeline, self._links, self.pool = timeline, links, pool
-        self._touch, self._schedule = touch, schedule
+        self._touch, self._schedule, self._brought = touch, schedule, brought
         self._reserving: deque[Work] = deque()
         self.late = 0
 
@@ -135,14 +139,18 @@ class Reader:
         reserved, work.blocks = work.blocks, []
         work.read = work.transfer = work.deadline = None
         request, keys = work.request, work.request.reusable_keys
+        brought = []
         for block in reserved:
             index = len(request.blocks)
             shared = index < len(keys)
             request.blocks.append(self._blocks.seal(block, keys[index]) if shared else block)
             request.fetched[index] = read.source
+            if shared and read.links != (f"{self._name}/host",):
+                brought.append(SealedBlock(keys[index], request.blocks[-1], request.tenant))
         most = len(request.tokens) - request.samples
         request.computed = min(len(request.blocks) * request.chain.block_tokens, most)
         read.release()
+        self._brought(brought)
         self._next(work)
 
     def _over(self, work: Work, read: Read) -> None:

@@ -80,6 +80,7 @@ class SimWorker:
             pool=pool,
             touch=self.touch,
             schedule=self._schedule,
+            brought=self._offer,
         )
         self.writer = None
         if pool is not None:
