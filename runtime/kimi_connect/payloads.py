@@ -30,6 +30,8 @@ from kimi_connect.wire import (
 _Kind = TypeVar("_Kind", bound=IntEnum)
 
 MAX_WITHIN_MS = 2**32 - 1
+MAX_PIECES = 4096
+"""Pieces of one state."""
 DEFAULT_TENANT = "default"
 _NO_MS = 2**32 - 1
 
@@ -85,6 +87,22 @@ def unpack_quote(payload: bytes) -> "tuple[list[bytes], int]":
     keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
     cursor.end()
     return keys, block_bytes
+
+
+def pack_deepest(boundaries: "tuple[bytes, ...] | list[bytes]", pieces: int) -> bytes:
+    """DEEPEST's payload: ends of blocks, and how many pieces the state at one of them has.
+
+    Its answer counts the boundaries up to the last one whose state is there whole; 0 for none.
+    """
+    return U32.pack(pieces) + pack_keys(boundaries)
+
+
+def unpack_deepest(payload: bytes) -> "tuple[list[bytes], int]":
+    """DEEPEST's payload: the boundaries, and the number of pieces; WireError for too many."""
+    boundaries, pieces = unpack_quote(payload)
+    if not 0 < pieces <= MAX_PIECES:
+        raise WireError(f"a state has 1 to {MAX_PIECES} pieces, not {pieces}")
+    return boundaries, pieces
 
 
 def pack_quoted(stretches: "list[Stretch]") -> bytes:

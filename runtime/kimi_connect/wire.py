@@ -56,6 +56,7 @@ class Op(IntEnum):
     SERVED = 26
     QUOTE = 27
     QUOTED = 28
+    DEEPEST = 29
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)

@@ -1,7 +1,8 @@
 """Keeping and restoring a model's recurrent state with the blocks of the same boundary.
 
 A hit is the deepest boundary at which the pool brings both: all blocks up to it and the state at
-its end. One without the other is none, so what is asked for first is the state. A state that is missing, damaged or late costs a shallower hit, at an earlier boundary that has one.
+its end. One without the other is none, so what is asked for first is the state. A state that is
+missing, damaged or late costs a shallower hit, at an earlier boundary that has one.
 """
 
 from collections.abc import Sequence

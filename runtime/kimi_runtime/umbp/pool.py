@@ -398,7 +398,7 @@ class Pool:
         up_to = self._number if up_to is None else min(up_to, self._number)
         self._cleared_at = max(self._cleared_at, up_to)
         blocks = [block for block in self._blocks.values() if block.generation <= up_to]
-        newer = (key for block in blocks for key in self._attached(block))
+        newer = dict.fromkeys(key for block in blocks for key in self._attached(block))
         for state in [self._blocks[key] for key in newer]:
             if state.generation > up_to:
                 self._evict_one(state)
