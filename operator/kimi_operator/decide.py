@@ -19,7 +19,14 @@ from kimi_operator.instances import instance_id
 from kimi_operator.observed import InstanceId, Manifest, ObjectKey, Observed
 from kimi_operator.preflight.verdict import Preflight, preflight_of
 from kimi_operator.presets.preset import load_preset
-from kimi_operator.revisions import FAILED, numbered, pool_addresses, remembered, shape_of
+from kimi_operator.revisions import (
+    FAILED,
+    numbered,
+    pool_addresses,
+    pool_peers,
+    remembered,
+    shape_of,
+)
 from kimi_operator.rollout import Revisions, RolloutView, Step, next_step, view_of
 from kimi_operator.scale import seeded, workers_status
 from kimi_operator.scaling import History, Targets, seed, targets
@@ -225,6 +232,7 @@ def _rendered(
         update=step.target_revision if step.target_revision in known else update.name,
         history=_history(effective.deployment.spec, stored, update, in_use),
         pools=pool_addresses(observed.children),
+        peers=pool_peers(observed.children),
         draining=step.drain | unrouted,
     )
 

@@ -1,6 +1,6 @@
 """Kept revisions, as ControllerRevisions have them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kimi_operator.api.deployment import ROLES
 from kimi_operator.api.roles import RoleName
@@ -68,20 +68,26 @@ def shape_of(revision: Revision, resources: Iterable[str]) -> dict[RoleName, int
 
 def pool_addresses(children: Mapping[ObjectKey, Manifest]) -> dict[str, str]:
     """Addresses of the pool's ready daemons, by node."""
-    found = {}
+    return {node: address for node, address, leaving in _daemons(children) if not leaving}
+
+
+def pool_peers(children: Mapping[ObjectKey, Manifest]) -> dict[str, str]:
+    """The same, and those that leave: what they have moves to the others, who must know them."""
+    ordered = sorted(_daemons(children), key=lambda one: not one[2])
+    return {node: address for node, address, _ in ordered}
+
+
+def _daemons(children: Mapping[ObjectKey, Manifest]) -> Iterator[tuple[str, str, bool]]:
+    """Node, address, and whether it leaves, of daemons that are ready or leave."""
     for key, child in children.items():
         labels = child["metadata"].get("labels") or {}
         status = child.get("status") or {}
+        if key.kind != "Pod" or labels.get("app.kubernetes.io/component") != "umbp":
+            continue
         ready = any(
             condition["type"] == "Ready" and condition["status"] == "True"
             for condition in status.get("conditions") or ()
         )
-        is_pool = key.kind == "Pod" and labels.get("app.kubernetes.io/component") == "umbp"
-        if (
-            is_pool
-            and ready
-            and status.get("podIP")
-            and "deletionTimestamp" not in child["metadata"]
-        ):
-            found[child["spec"]["nodeName"]] = status["podIP"]
-    return found
+        leaving = "deletionTimestamp" in child["metadata"]
+        if status.get("podIP") and (ready or leaving):
+            yield child["spec"]["nodeName"], status["podIP"], leaving

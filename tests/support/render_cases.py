@@ -92,7 +92,11 @@ CASES = (
             "model": HOST_MODEL,
             "decode": {"replicas": 2, "placement": {"spread": "host"}},
             "kvPool": {
-                "ssd": {"path": "/mnt/nvme/kimi", "capacity": "4TiB", "writeRate": "500MB/s"}
+                "ssd": {"path": "/mnt/nvme/kimi", "capacity": "4TiB", "writeRate": "500MB/s"},
+                "evacuation": "2m",
+                "numaNodes": [0, 1],
+                "tenants": {"batch": {"weight": 0.5, "quota": "64GiB"}},
+                "tenantDefault": {"quota": "256GiB"},
             },
             "rdma": MULTUS,
             "router": {"apiKeysSecretRef": {"name": "kimi-api-keys", "key": "keys"}},

@@ -316,6 +316,11 @@ CASES = (
         {**_part("rdma", mode="hostNetwork"), "security": {"profile": "RDMA"}},
     ),
     RuleCase(
+        "kvPool.numaNodes needs",
+        _part("kvPool", numaNodes=[0, 1]),
+        {**_part("kvPool", numaNodes=[0, 1]), "security": {"profile": "RDMA"}},
+    ),
+    RuleCase(
         "HipIpc needs",
         _part("kvPool", gpuAccess="HipIpc"),
         {**_part("kvPool", gpuAccess="HipIpc"), "security": {"profile": "Privileged"}},

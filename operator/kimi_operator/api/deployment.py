@@ -257,6 +257,16 @@ class DeploymentSpec(ApiModel):
             field="security.profile",
         ),
         Rule(
+            "kvPool.numaNodes needs security.profile: RDMA or Privileged: to bind memory to a node "
+            "takes a capability",
+            lambda m: not m.kv_pool.numa_nodes or m.security.profile != "Restricted",
+            implies(
+                "has(self.kvPool) && has(self.kvPool.numaNodes) && size(self.kvPool.numaNodes) > 0",
+                f"{_PROFILE} != 'Restricted'",
+            ),
+            field="security.profile",
+        ),
+        Rule(
             "kvPool.gpuAccess: HipIpc needs security.profile: Privileged",
             lambda m: m.kv_pool.gpu_access == "None" or m.security.profile == "Privileged",
             implies(

@@ -2,12 +2,12 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le, MaxLen
 from pydantic import Field
 
 from kimi_operator.api.base import ApiModel, Folder, Rule, presettable
 from kimi_operator.api.roles import RoleName
-from kimi_runtime.units import Bytes, Rate
+from kimi_runtime.units import Bytes, Rate, Seconds
 
 MIN_PAGE_BYTES = 512
 _SIZES_ARE_TEXT = "sizes are text with units, which CEL cannot read"
@@ -32,6 +32,17 @@ class SsdTier(ApiModel):
     )
 
 
+class TenantShare(ApiModel):
+    """What a tenant is granted of a node's memory."""
+
+    weight: Annotated[float, Ge(0.001), Le(1000)] = Field(
+        1.0, description="Its part of the memory among the tenants that use it now."
+    )
+    quota: Annotated[Bytes, Gt(0)] | None = Field(
+        None, description="The most it may use, whatever is free, e.g. 64GiB; none: all of it."
+    )
+
+
 class KvPool(ApiModel):
     """KV cache beyond the GPUs' memory, verified on every read."""
 
@@ -52,6 +63,30 @@ class KvPool(ApiModel):
     )
     gpu_access: Literal["None", "HipIpc"] = Field(
         "None", description="HipIpc: the daemon maps the engines' GPU memory; needs privilege."
+    )
+    peers: Literal["Enabled", "Disabled"] = presettable(
+        "Enabled",
+        "Enabled (the default): what a node lacks is fetched from the daemon that has it, and what "
+        "many want is copied ahead. Disabled: each node has what its own engines put.",
+    )
+    evacuation: Annotated[Seconds, Le(3600)] = presettable(
+        30.0,
+        "How long a daemon that is stopped moves its valuable blocks to peers, 30s by default; 0s: "
+        "not at all.",
+    )
+    keep_arena: bool = presettable(
+        False,
+        "true: a daemon leaves its memory to the next one on the node also after a stop in order, "
+        "and moves nothing. The file stays until somebody removes it.",
+    )
+    numa_nodes: Annotated[tuple[Annotated[int, Ge(0), Le(1023)], ...], MaxLen(64)] = Field(
+        (), description="Memory in equal parts on these NUMA nodes; none: as it comes."
+    )
+    tenants: Annotated[dict[Annotated[str, MaxLen(253)], TenantShare], MaxLen(256)] = Field(
+        {}, description="Shares by tenant, the name its API keys carry."
+    )
+    tenant_default: TenantShare | None = Field(
+        None, description="What every tenant is granted that is not named."
     )
     update_strategy: Literal["OnDelete", "Coordinated"] = Field(
         "Coordinated",

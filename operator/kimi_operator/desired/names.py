@@ -42,6 +42,11 @@ def pool_name(deployment: str) -> str:
     return f"{deployment}-umbp"
 
 
+def peers_name(deployment: str) -> str:
+    """Of the ConfigMap that tells the pool's daemons of each other."""
+    return f"{deployment}-umbp-peers"
+
+
 def engine_name(deployment: str) -> str:
     """Of what engines of both roles share."""
     return f"{deployment}-engine"

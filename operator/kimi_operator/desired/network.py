@@ -4,6 +4,7 @@ Only the router is reached from outside the deployment. Each component may open 
 it needs and nothing else; kubelets' probes are always let through.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from kimi_operator.api.deployment import DeploymentSpec
@@ -64,29 +65,32 @@ def policies(
     owner: Owner,
     spec: DeploymentSpec,
     *,
-    pool: bool,
+    pool: Mapping[str, int] | None,
     ports: set[int],
     transfer: set[int],
     on_host: bool,
 ) -> list[Manifest]:
     """A NetworkPolicy per component whose pods have a network of their own.
 
-    `ports` are the engines' HTTP ports, `transfer` those where they hand KV over. `on_host`:
-    engines are on the host's network, which no policy covers and from which pods cannot be told
-    apart.
+    `pool` are the daemons' ports by name; None: there are no daemons. `ports` are the engines' HTTP
+    ports, `transfer` those where they hand KV over. `on_host`: engines are on the host's network,
+    which no policy covers and from which pods cannot be told apart.
     """
     if spec.security.network_policy == "Disabled":
         return []
     engines = _peer(owner, "engine")
-    found = [_router(owner, spec, engines, pool=pool, ports=ports, on_host=on_host)]
+    found = [_router(owner, spec, engines, pool=bool(pool), ports=ports, on_host=on_host)]
     if not on_host:
         found.append(_engines(owner, spec, engines, ports=ports, transfer=transfer))
     if pool:
         # engines talk to their node's daemon through its socket, not through the network
         callers = [_peer(owner, "router"), _peer(owner, "umbp"), _scraper()]
-        rule = {"from": callers, "ports": [_tcp(POOL_PORT)]}
+        rules: list[Rule] = [{"from": callers, "ports": [_tcp(POOL_PORT)]}]
+        between = [_tcp(port) for name, port in sorted(pool.items()) if name != "http"]
+        if between:  # peers ask and are read from; others have no business there
+            rules.append({"from": [_peer(owner, "umbp")], "ports": between})
         out = [_dns(), {"to": [_peer(owner, "umbp")]}]
-        found.append(_policy(owner, pool_name(owner.name), "umbp", [rule], out))
+        found.append(_policy(owner, pool_name(owner.name), "umbp", rules, out))
     return found
 
 

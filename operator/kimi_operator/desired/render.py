@@ -10,7 +10,7 @@ from kimi_operator.desired.effective import Effective, GetPreset, resolve
 from kimi_operator.desired.engine_pod import frozen_role
 from kimi_operator.desired.labels import Component, Owner
 from kimi_operator.desired.left_out import LeftOut, Obstacle, obstacles
-from kimi_operator.desired.names import router_name
+from kimi_operator.desired.names import peers_name, router_name
 from kimi_operator.desired.pods import config_map
 from kimi_operator.desired.revision import (
     Frozen,
@@ -24,7 +24,13 @@ from kimi_operator.desired.router import (
     router_deployment,
     router_files,
 )
-from kimi_operator.desired.umbp import POOL_PORT, frozen_pool, pool_objects, pool_roles
+from kimi_operator.desired.umbp import (
+    POOL_PORT,
+    frozen_pool,
+    peers_file,
+    pool_objects,
+    pool_roles,
+)
 from kimi_operator.desired.workers import endpoint, instance_objects, ports_of
 from kimi_operator.observed import Capabilities, InstanceId, Manifest
 from kimi_operator.presets.preset import load_preset
@@ -105,18 +111,23 @@ def render(
     update: str | None = None,
     history: Sequence[Revision] = (),
     pools: Mapping[str, str] = NOTHING,
+    peers: Mapping[str, str] | None = None,
     draining: frozenset[InstanceId] = frozenset(),
 ) -> Rendered:
     """All objects of a deployment.
 
     `revisions` by name are those of `instances` and the one named `update` (None: the only one, or
     what the spec alone asks for), whose router and pool are rendered. `history` are the revisions
-    to keep, oldest first; none: `revisions`. `pools` are addresses of the pool's daemons by node;
+    to keep, oldest first; none: `revisions`. `pools` are addresses of the pool's daemons by node,
+    `peers` of those that other daemons know, None: the same;
     `draining` are instances no router plans onto any more. Raises ConfigError for an instance whose
     revision is not among them.
     """
     return _Rendering(
-        effective, revisions, tuple(sorted(instances)), capabilities, update, pools, draining
+        *(effective, revisions, tuple(sorted(instances)), capabilities, update),
+        pools=pools,
+        peers=pools if peers is None else peers,
+        draining=draining,
     ).all(history)
 
 
@@ -130,13 +141,15 @@ class _Rendering:
         instances: tuple[InstanceId, ...],
         capabilities: Capabilities,
         update: str | None,
+        *,
         pools: Mapping[str, str],
+        peers: Mapping[str, str],
         draining: frozenset[InstanceId],
     ) -> None:
         self.deployment, self.spec = effective.deployment, effective.deployment.spec
         self.owner = Owner.of(effective.deployment)
         self.revisions, self.instances, self.capabilities = revisions, instances, capabilities
-        self.pools, self.draining = pools, draining
+        self.pools, self.peers, self.draining = pools, peers, draining
         if update is None:
             update = next(iter(revisions)) if len(revisions) == 1 else revision_of(effective).name
         self.update = self._revision(update, "the update")
@@ -191,6 +204,9 @@ class _Rendering:
             kept = self.update.templates.get(component)
             for name, data in (kept.configs if kept else {}).items():
                 used.setdefault(name, ("umbp" if component == "umbp" else "router", data))
+        kept = self.update.templates.get("umbp")
+        if kept and "grpc" in kept.ports:
+            used[peers_name(owner.name)] = ("umbp", peers_file(self._endpoints(self.peers)))
         router = router_name(owner.name)
         used[router] = ("router", self._router_files())
         return [
@@ -210,14 +226,17 @@ class _Rendering:
             for instance in self.instances
             if instance not in self.draining
         ]
-        pools = [
-            PoolEndpoint(name=node, url=f"http://{_bracketed(address)}:{POOL_PORT}")
-            for node, address in sorted(self.pools.items())
-        ]
+        pools = self._endpoints(self.pools)
         scaled = [role.scaling for _, role in self.spec.roles() if role.scaling.mode != "Static"]
         sleeps = self.spec.suspend != "Scale" and any(scaling.min == 0 for scaling in scaled)
         wake_s = self.spec.router.request_timeout if sleeps else None
         return router_files(owner, self.update.templates["router"], workers, pools, wake_s)
+
+    def _endpoints(self, addresses: Mapping[str, str]) -> list[PoolEndpoint]:
+        return [
+            PoolEndpoint(name=node, url=f"http://{_bracketed(address)}:{POOL_PORT}")
+            for node, address in sorted(addresses.items())
+        ]
 
     def _history(self, history: Sequence[Revision]) -> list[Manifest]:
         kept = history or tuple(self.revisions.values())
@@ -239,7 +258,7 @@ class _Rendering:
         wanted = network.policies(
             self.owner,
             self.spec,
-            pool=has_pool,
+            pool=self.update.templates["umbp"].ports if has_pool else None,
             ports={ports["http"] for ports in open_ports},
             transfer={ports["transfer"] for ports in open_ports if "transfer" in ports},
             on_host=on_host,

@@ -27,6 +27,15 @@ the data of a ControllerRevision never changes."""
 NOT_IN_PODS = ("rollout", "budget", "suspend", "observability", "preflight")
 """Fields of the spec that no pod's template is made from; of `observability`, logLevel is."""
 NOT_IN_ROLE_PODS = ("replicas", "scaling")
+POOL_ALONE = (
+    "peers",
+    "evacuation",
+    "keepArena",
+    "numaNodes",
+    "tenants",
+    "tenantDefault",
+)
+"""Fields of `kvPool` that no engine's or router's pod is made from."""
 NOT_IN_ROUTER_PODS = ("replicas", "service", "gateway", "canary")
 
 
@@ -92,6 +101,8 @@ def fingerprint(written: Tree, component: str, roles: Collection[str]) -> str:
     shared = {key: value for key, value in written.items() if key not in others}
     shared["security"] = _without(written.get("security", {}), ("networkPolicy",))
     shared["logLevel"] = written.get("observability", {}).get("logLevel")
+    if component != "umbp" and "kvPool" in shared:
+        shared["kvPool"] = _without(shared["kvPool"], POOL_ALONE)
     own: Tree
     if component in ROLES:
         own = _without(written.get(component, {}), NOT_IN_ROLE_PODS)

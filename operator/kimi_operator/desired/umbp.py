@@ -1,26 +1,33 @@
 """The KV pool's daemon on every node where an engine that uses it may run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from kimi_operator.api.deployment import DeploymentSpec
+from kimi_operator.api.kvpool import TenantShare
 from kimi_operator.api.roles import Role
 from kimi_operator.desired import pods, security
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engine_pod import RUN_DIR, own_folder, uses_pool
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE, POOL_ARENA, POOL_SOCKET
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
-from kimi_operator.desired.names import config_name, pool_name
+from kimi_operator.desired.names import config_name, peers_name, pool_name
 from kimi_operator.desired.placement import place_pool
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.desired.spec_files import spec_file
 from kimi_operator.observed import Manifest
 from kimi_runtime.errors import ConfigError
+from kimi_runtime.spec.router import FleetSpec, PoolEndpoint
 from kimi_runtime.spec.ssd import SsdSpec
-from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.spec.umbp import TenantTerms, UmbpSpec
 
-POOL_PORT = 8100
+POOL_PORT, POOL_TRANSFER_PORT, POOL_GRPC_PORT = 8100, 8101, 8102
+"""Feed, health and metrics; what peers copy from; what peers and operators ask for."""
 POOL_FILE = "umbp.json"
+PEERS_DIR, PEERS_FILE = "/etc/kimistack-peers", "peers.json"
+STOP_S = 30.0
+"""Of a daemon that has nothing to move."""
 OVERHEAD_BYTES = 2**30
 """Of the daemon itself: its index takes some hundred bytes a block."""
 SSD_DIR = "/var/lib/kimistack/ssd"
@@ -49,7 +56,25 @@ def frozen_pool(effective: Effective, inputs: str) -> Frozen:
     files = {POOL_FILE: _spec_file(spec)}
     name = config_name(owner.name, "umbp", files)
     template: Manifest = {"metadata": {}, "spec": _pod(effective, owner, name)}
-    return Frozen(inputs=inputs, pod=template, configs={name: files}, ports={"http": POOL_PORT})
+    return Frozen(inputs=inputs, pod=template, configs={name: files}, ports=_ports(spec))
+
+
+def _ports(spec: DeploymentSpec) -> dict[str, int]:
+    ports = {"http": POOL_PORT}
+    if has_peers(spec):
+        ports |= {"transfer": POOL_TRANSFER_PORT, "grpc": POOL_GRPC_PORT}
+    return ports
+
+
+def has_peers(spec: DeploymentSpec) -> bool:
+    """Whether the pool's daemons fetch from each other."""
+    return spec.kv_pool.peers == "Enabled"
+
+
+def evacuation_s(spec: DeploymentSpec) -> float:
+    """How long a daemon that is stopped moves blocks to peers."""
+    pool = spec.kv_pool
+    return pool.evacuation if has_peers(spec) and not pool.keep_arena else 0.0
 
 
 def ssd_log(spec: DeploymentSpec, folder: str) -> SsdSpec | None:
@@ -64,8 +89,9 @@ def ssd_log(spec: DeploymentSpec, folder: str) -> SsdSpec | None:
 
 
 def _spec_file(spec: DeploymentSpec) -> str:
-    ssd = spec.kv_pool.ssd
-    data = {
+    pool = spec.kv_pool
+    ssd = pool.ssd
+    data: dict[str, object] = {
         "name": "umbp",
         "host": "0.0.0.0",
         "port": POOL_PORT,
@@ -78,7 +104,28 @@ def _spec_file(spec: DeploymentSpec) -> str:
         "call_key": CALL_KEY_FILE,
         "log_level": spec.observability.log_level,
     }
+    if has_peers(spec):
+        data["peers_file"] = f"{PEERS_DIR}/{PEERS_FILE}"
+        data["network"] = {"port": POOL_TRANSFER_PORT}
+    if pool.keep_arena:
+        data["keep_arena"] = True
+    if pool.numa_nodes:
+        data["numa_nodes"] = pool.numa_nodes
+    if pool.tenants:
+        data["tenants"] = {name: _terms(share) for name, share in pool.tenants.items()}
+    if pool.tenant_default is not None:
+        data["tenant_default"] = _terms(pool.tenant_default)
     return spec_file(UmbpSpec.model_validate(data))
+
+
+def _terms(share: TenantShare) -> TenantTerms:
+    return TenantTerms(weight=share.weight, quota=share.quota)
+
+
+def peers_file(pools: Sequence[PoolEndpoint]) -> dict[str, str]:
+    """What tells the daemons of each other. They read it again when it changes."""
+    fleet = FleetSpec(workers=(), pools=tuple(pools))
+    return {PEERS_FILE: fleet.model_dump_json(indent=2, exclude_unset=True) + "\n"}
 
 
 def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
@@ -88,7 +135,7 @@ def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
         "serviceAccountName": pool_name(owner.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 30,
+        "terminationGracePeriodSeconds": round(STOP_S + evacuation_s(spec)),
         "securityContext": security.pod_security(spec, own_image=True, gpus=shares_gpu),
         **place_pool(spec, pool_roles(effective)),
     }
@@ -108,6 +155,8 @@ def _pod(effective: Effective, owner: Owner, config: str) -> Manifest:
         pods.config_volume("config", config),
         pods.scratch("tmp"),
     ]
+    if has_peers(spec):
+        volumes.append(pods.config_volume("peers", peers_name(owner.name)))
     if spec.kv_pool.ssd is not None:
         log = {"path": spec.kv_pool.ssd.path, "type": "DirectoryOrCreate"}
         volumes.append({"name": "ssd", "hostPath": log})
@@ -138,6 +187,8 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
         {"name": "config", "mountPath": pods.CONFIG_DIR, "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},
     ]
+    if has_peers(spec):
+        mounts.append({"name": "peers", "mountPath": PEERS_DIR, "readOnly": True})
     if spec.kv_pool.ssd is not None:
         mounts.append({"name": "ssd", "mountPath": SSD_DIR})
     if shares_gpu:
@@ -148,19 +199,37 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
     period_s = 5.0
     ready = {"period_s": period_s, "timeout_s": 5.0}
     generated = {"HOME": "/tmp", "KIMISTACK_HOST": "$(POD_IP)", "KIMISTACK_NAME": "$(NODE_NAME)"}
-    return {
+    if has_peers(spec):
+        # not in the file: an image of 0.2 refuses a field that it does not know
+        generated["KIMISTACK_GRPC_PORT"] = str(POOL_GRPC_PORT)
+        generated["KIMISTACK_TRANSFER_ADDRESS"] = "$(POD_IP)"
+    container: Manifest = {
         "name": "umbp",
         "image": pods.runtime_image(spec),
         "imagePullPolicy": spec.image_pull_policy,
         "command": ["kimistack", "umbp", "--spec", f"{pods.CONFIG_DIR}/{POOL_FILE}"],
         "env": pods.variables(pods.identity(), generated, (), "spec.kvPool"),
-        "ports": pods.container_ports({"http": POOL_PORT}),
+        "ports": pods.container_ports(_ports(spec)),
         "resources": pool_resources(spec),
-        "securityContext": security.container_security(spec, own_image=True, devices=shares_gpu),
+        "securityContext": _container_security(spec, shares_gpu=shares_gpu),
         "startupProbe": pods.http_probe("/readyz", failures=round(START_S / period_s), **ready),
         "readinessProbe": pods.http_probe("/readyz", failures=3, **ready),
         "volumeMounts": mounts,
     }
+    within_s = evacuation_s(spec)
+    if within_s:
+        socket = f"{RUN_DIR}/{POOL_SOCKET}"
+        leave = ["kimistack", "umbp", "drain", "--socket", socket, "--within", f"{within_s:g}s"]
+        container["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
+    return container
+
+
+def _container_security(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
+    context = security.container_security(spec, own_image=True, devices=shares_gpu)
+    if spec.kv_pool.numa_nodes and not context.get("privileged"):
+        # container runtimes' profile lets only its holders bind memory
+        context["capabilities"]["add"] = ["SYS_NICE"]
+    return context
 
 
 def pool_resources(spec: DeploymentSpec) -> Manifest:
