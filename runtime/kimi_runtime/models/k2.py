@@ -128,8 +128,5 @@ class DecoderLayer:
 
 
 def _under(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): value
-        for name, value in weights.items()
-        if name.startswith(prefix)
-    }
+    """Those whose names begin so, without it. By names alone: asking for a value may read it."""
+    return {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}

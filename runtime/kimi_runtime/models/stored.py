@@ -7,39 +7,49 @@ spite of its name). Files are mapped into memory: plain tensors stay in the page
 converted.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.kernels.mxfp4 import GROUP, NAN_SCALE, Mxfp4, dequantise_mxfp4
+from kimi_runtime.models.checkpoint import Checkpoint
 from kimi_runtime.models.tensors import TensorSpec
 from kimi_runtime.spec.model import ModelSpec
+
+_NESTED = "language_model."
+"""Multimodal checkpoints keep the decoder under this prefix."""
 
 _BLOCKED = ("self_attn.", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "experts.")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where one tensor of the checkpoint is: its file, opened with `safe_open`."""
+class StoredTensors(Mapping[str, Tensor]):
+    """The decoder's tensors by name, read and converted whenever one is asked for.
 
-    path: Path
-    file: Any
+    Reading raises ConfigError with what was expected. Nothing is kept: a model many times the size
+    of what a GPU or a packed layout needs at once passes through tensor by tensor.
+    """
 
-
-class StoredTensors:
-    """The tensors of a folder by name. Reading raises ConfigError with what was expected."""
-
-    def __init__(self, entries: Mapping[str, Entry], spec: ModelSpec, folder: Path) -> None:
-        self._entries, self._folder = entries, folder
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, wanted: Mapping[str, TensorSpec]
+    ) -> None:
+        self._checkpoint, self._wanted = checkpoint, wanted
         self._quantisation = spec.quantisation
+        nested = any(name.startswith(_NESTED) for name in checkpoint)
+        self._prefix = _NESTED if nested else ""
 
-    def read(self, name: str, wanted: TensorSpec) -> Tensor:
-        """The tensor `name` of the decoder, in the dtype it computes in."""
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._prefix + name, self._wanted[name])
+
+    def _read(self, name: str, wanted: TensorSpec) -> Tensor:
+        """The tensor that the checkpoint calls `name`, in the dtype the decoder computes in."""
         match self._format(name, wanted):
             case "mxfp4":
                 return self._mxfp4(name, wanted)
@@ -94,39 +104,37 @@ class StoredTensors:
 
     def _get(self, stored: str, shape: tuple[int, ...], name: str, wanted: TensorSpec) -> Tensor:
         """The tensor under the name `stored`, which must be there in that shape."""
-        entry = self._entries.get(stored)
-        if entry is None:
+        if stored not in self._checkpoint:
             raise ConfigError(self._missing(stored, name, wanted))
-        found = tuple(entry.file.get_slice(stored).get_shape())
+        found = self._checkpoint.shape(stored)
         if found != shape:
             raise ConfigError(
-                f"{stored} in {entry.path} has shape {found}, but the model's config asks for "
-                f"{shape}; config.json and weights are of different models"
+                f"{stored} in {self._checkpoint.path(stored)} has shape {found}, but the model's "
+                f"config asks for {shape}; config.json and weights are of different models"
             )
-        tensor: Tensor = entry.file.get_tensor(stored)
-        return tensor
+        return self._checkpoint.tensor(stored)
 
     def _missing(self, stored: str, name: str, wanted: TensorSpec) -> str:
         expected = f"a {wanted.dtype} tensor of shape {wanted.shape}"
         if stored != name:
             expected = f"a part of {name}, {expected}"
-        others = sorted(other for other in self._entries if other.startswith(name))
+        others = sorted(other for other in self._checkpoint if other.startswith(name))
         hint = "fetch the missing files"
         if others:
             hint = (
                 f"there is {others[0]}: the weights are stored otherwise than config.json's "
                 "quantization_config says"
             )
-        return f"{self._folder} has no tensor {stored} ({expected} is expected); {hint}"
+        return f"{self._checkpoint.folder} has no tensor {stored} ({expected} is expected); {hint}"
 
     def _wrong_dtype(self, stored: str, found: torch.dtype, wanted: str, hint: str) -> ConfigError:
-        path = self._entries[stored].path
+        path = self._checkpoint.path(stored)
         return ConfigError(f"{stored} in {path} is {found}, but {wanted} is expected; {hint}")
 
     def _no_number(self, stored: str, bad: Tensor, expected: str) -> ConfigError:
         first = tuple(bad.nonzero()[0].tolist())
         return ConfigError(
-            f"{stored} in {self._entries[stored].path} is not a number at {first} and "
+            f"{stored} in {self._checkpoint.path(stored)} is not a number at {first} and "
             f"{int(bad.sum()) - 1} more places; {expected} are expected: fetch the file again"
         )
 

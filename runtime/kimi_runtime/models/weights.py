@@ -1,27 +1,24 @@
 """Weights of a model: drawn from a seed, or read from a folder of safetensors."""
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kimi_runtime.errors import CapacityError, ConfigError
+from kimi_runtime.models.checkpoint import Checkpoint
 from kimi_runtime.models.packaged import packaged_folder
-from kimi_runtime.models.stored import Entry, StoredTensors
+from kimi_runtime.models.stored import StoredTensors
 from kimi_runtime.models.tensors import Part, TensorSpec, k2_tensors
 from kimi_runtime.spec.config_file import load_config
 from kimi_runtime.spec.model import KIMI_NANO, ModelSpec
 from kimi_runtime.spec.worker import FileWeights, PackagedWeights, Weights
 
-_INDEX = "model.safetensors.index.json"
 _GRID = 2**15  # random values are multiples of 1/_GRID of their greatest one
 
 
@@ -73,19 +70,19 @@ def random_weights(spec: ModelSpec, seed: int) -> ModelWeights:
 
 
 def load_weights(spec: ModelSpec, folder: Path) -> ModelWeights:
-    """Read every tensor the model needs from the folder's safetensors files.
+    """The tensors that the model needs, in the folder's safetensors files.
 
     bf16, block FP8 and MXFP4 are read (`models.stored`), as config.json says. ConfigError names
-    a missing or truncated file, a missing tensor, a shape, a dtype or a scale that is not the
-    model's, with what was expected. Tensors the decoder has no use for are left alone.
+    a missing or truncated file, a missing tensor or one that two files have, a shape, a dtype or a
+    scale that is not the model's, with what was expected. Tensors the decoder has no use for are
+    left alone. Every tensor is looked at once here, for the digest; none is kept: `tensors` reads
+    one each time it is asked for it, plain ones as mapped memory.
     """
-    wanted = k2_tensors(spec)
-    with ExitStack() as opened:
-        found = dict(_files(folder, opened))
-        prefix = _prefix(found)
-        stored = StoredTensors(found, spec, folder)
-        tensors = {name: stored.read(prefix + name, tensor) for name, tensor in wanted.items()}
-    return ModelWeights(tensors, digest_of(spec, tensors))
+    checkpoint = Checkpoint(folder)
+    tensors = StoredTensors(checkpoint, spec, k2_tensors(spec))
+    digest = digest_of(spec, tensors)
+    checkpoint.unmap()  # with it go the pages that the digest has touched
+    return ModelWeights(tensors, digest)
 
 
 def digest_of(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> str:
@@ -124,56 +121,3 @@ def _spread(name: str, part: Part, inputs: int) -> tuple[float, float]:
         case "matrix":
             gain = 2.0 if name.endswith(("q_b_proj.weight", "q_proj.weight")) else 1.0
             return 0.0, gain * unit * inputs**-0.5
-
-
-def _files(folder: Path, opened: ExitStack) -> Iterator[tuple[str, Entry]]:
-    """Each tensor's name with its file, opened and mapped into memory."""
-    for path in _paths(folder):
-        try:
-            file = opened.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as exc:
-            raise ConfigError(
-                f"{path} cannot be read as safetensors: {_why(path, exc)}; fetch the file again"
-            ) from exc
-        for name in file.keys():  # noqa: SIM118  (not a mapping)
-            yield name, Entry(path, file)
-
-
-def _why(path: Path, exc: Exception) -> str:
-    """A truncated file says how long its header makes it; others, what the library found."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            have = path.stat().st_size
-            if header_bytes > have:
-                return str(exc)
-            header = json.loads(file.read(header_bytes))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key[0] != "_"]
-        need = 8 + header_bytes + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return str(exc)
-    return f"it has {have} bytes, but its header asks for {need}" if have != need else str(exc)
-
-
-def _paths(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise ConfigError(f"{index} has no 'weight_map' of tensors to files") from exc
-        paths = [folder / str(name) for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(f"{folder} has no .safetensors file; it needs the model's weights")
-    for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"{index} names {path.name}, which is not in {folder}; fetch it")
-    return paths
-
-
-def _prefix(found: Mapping[str, object]) -> str:
-    """Multimodal checkpoints keep the decoder under `language_model.`."""
-    nested = "language_model."
-    return nested if any(name.startswith(nested) for name in found) else ""

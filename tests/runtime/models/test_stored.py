@@ -127,7 +127,7 @@ FAULTS = {
         MXFP4,
         lambda: dict(PLAIN),
         lambda stored: None,
-        r"there is .*gate_proj\.weight: the weights are stored otherwise than config\.json",
+        r"there is .*_proj\.weight: the weights are stored otherwise than config\.json",
     ),
     "NaN block scale": (
         FP8,
