@@ -17,6 +17,7 @@ from kimi_runtime.spec.router import (
     Cost,
     ExplainSpec,
     PoolEndpoint,
+    RecordSpec,
     RouterSpec,
     WorkerEndpoint,
 )
@@ -52,6 +53,7 @@ class Places:
     api_keys: Path | None = None
     vocabulary: Path | None = None
     explain: Path | None = None
+    record: Path | None = None
     """Where a router that has reasons writes them."""
 
 
@@ -283,6 +285,7 @@ def _router(
         pools=tuple(PoolEndpoint(name=p.name, url=_url(p)) for p in pools),
         policy=policy,
         explain=ExplainSpec(path=explain) if explain else None,
+        record=RecordSpec(path=places.record) if places.record else None,
         call_key=places.call_key,
         api_keys=places.api_keys,
         max_body=spec.router.max_body,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from kimi_operator.local.stack import Stack, StackState
 from kimi_runtime.errors import ConfigError
-from kimi_runtime.spec.router import EXPLAIN_FILE
+from kimi_runtime.spec.router import EXPLAIN_FILE, RECORD_FILE
 
 SOCKET_PATH_CAP = 107
 """Longest path of a Unix socket (`sun_path` less its final zero)."""
@@ -31,6 +31,7 @@ class Folders:
         self.specs = self.state / "specs"
         self.logs = self.state / "logs"
         self.explain = self.state / EXPLAIN_FILE
+        self.record = self.state / RECORD_FILE
         self._lock = self.state / "lock"
         self._state_file = self.state / "state.json"
 

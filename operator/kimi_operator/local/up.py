@@ -179,6 +179,7 @@ def _places(effective: Effective, folders: Folders, front: Front, port: int) -> 
         api_keys=front.api_keys.absolute() if front.api_keys else None,
         vocabulary=_model_files(effective),
         explain=folders.explain,
+        record=folders.record,
     )
 
 

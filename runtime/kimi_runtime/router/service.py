@@ -31,6 +31,7 @@ from kimi_runtime.router.parking import Parking
 from kimi_runtime.router.pauses import Pauses
 from kimi_runtime.router.policies import open_policy, planner_of
 from kimi_runtime.router.readiness import Readiness
+from kimi_runtime.router.recorder import Recorder
 from kimi_runtime.router.session_gate import SessionGate
 from kimi_runtime.router.sessions import Sessions, Turn
 from kimi_runtime.router.turns import Turns
@@ -107,6 +108,9 @@ class Router:
             enabled=isinstance(spec.policy, Cost) if admits is None else admits,
         )
         self.hints = Hints(self.feeds.pool)
+        self.recorder = (
+            None if spec.record is None else Recorder(spec.record, started_s=clock.now_s())
+        )
         self.turns = Turns(
             self.gate,
             Pauses(self.insight.gaps, self.hints.tell, self._pseudonym),
@@ -115,6 +119,7 @@ class Router:
             insight=self.insight,
             name=self._pseudonym,
             hold_s=spec.sessions.hold,
+            recording=None if self.recorder is None else self.recorder.sessions,
         )
         self.dispatcher = Dispatcher(
             router=spec.name,
@@ -264,7 +269,7 @@ class Router:
 
     def _tell(self, decision: Decision, outcome: Outcome) -> None:
         if self.explain is not None and decision.request != PROBE_TRACE:
-            self.explain.put(decision, outcome)
+            self.explain.explain(decision, outcome)
 
     def _pseudonym(self, session: bytes) -> bytes:
         """The session's name in decisions and their log; the same in every replica."""
@@ -320,6 +325,8 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
         ]
         if router.explain is not None:
             watchers.append(tasks.create_task(router.explain.run(), name="explain"))
+        if router.recorder is not None:
+            watchers.append(tasks.create_task(router.recorder.run(), name="record"))
         if spec.fleet is not None:
             membership = Membership(
                 router.fleet,

@@ -11,6 +11,7 @@ from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.follow import Feeds
 from kimi_runtime.router.insight import Insight
 from kimi_runtime.router.pauses import Arrival, Pauses
+from kimi_runtime.router.recording import Recording, Served
 from kimi_runtime.router.session_gate import Entry, Seat, SessionGate
 from kimi_runtime.router.sessions import Geometry, Turn
 from kimi_runtime.router.view import RequestClass
@@ -25,12 +26,17 @@ UNKNOWN_OUTPUT = 512
 class Place:
     """A turn that is being served. `answered` tells how it went, if there was an answer."""
 
+    asked_s: float
     waited_s: float = 0.0
     tools: Sequence[str] | None = None
+    outcome: str = "left"
+    first_token_s: float | None = None
 
-    def answered(self, tools: Sequence[str]) -> None:
-        """The model spoke, and called `tools`."""
-        self.tools = tools
+    def answered(
+        self, tools: Sequence[str], *, outcome: str = "finished", first_token_s: float | None = None
+    ) -> None:
+        """The model spoke, and called `tools`; `outcome` is `Served`'s."""
+        self.tools, self.outcome, self.first_token_s = tools, outcome, first_token_s
 
 
 class Turns:
@@ -46,7 +52,9 @@ class Turns:
         insight: Insight,
         name: Callable[[bytes], bytes],
         hold_s: float,
+        recording: Recording | None = None,
     ) -> None:
+        self._recording = recording
         self._gate, self._pauses, self._hold_s = gate, pauses, hold_s
         self._fleet, self._feeds, self._insight, self._name = fleet, feeds, insight, name
 
@@ -62,9 +70,10 @@ class Turns:
     ) -> AsyncIterator[Place]:
         """A place for the turn while the block runs; raises what `SessionGate.turn` raises."""
         session = turn.session
+        asked_s = clock.now_s()
         remembered = bool(turn.ends)  # what is no chat has no later turn
         if remembered:
-            self._pauses.began(self._arrival(turn), now_s=clock.now_s())
+            self._pauses.began(self._arrival(turn), now_s=asked_s)
         entry = Entry(
             session.id,
             session.tenant,
@@ -73,7 +82,8 @@ class Turns:
             deadline_s=deadline_s,
             urgency=urgency,
         )
-        place, seat = Place(), None
+        place, seat = Place(asked_s), None
+        before = len(session.ids)
         try:
             async with self._gate.turn(entry) as seat:
                 place.waited_s = seat.waited_s
@@ -82,6 +92,7 @@ class Turns:
                 finally:
                     if remembered:
                         self._over(turn, place, seat)
+                        self._record(turn, place, before, phase, urgency)
         finally:
             if remembered and seat is None:
                 self._pauses.failed(session.id, now_s=clock.now_s())
@@ -94,13 +105,14 @@ class Turns:
 
     def expire(self) -> None:
         """Give up sessions that nobody came back to."""
-        for session in self._pauses.expire(now_s=clock.now_s()):
-            self._gate.end(session)
+        self._all_over(self._pauses.expire(now_s=clock.now_s()))
 
     def _all_over(self, sessions: Iterable[bytes]) -> None:
         for session in sessions:
             self._pauses.over(session, now_s=clock.now_s())
             self._gate.end(session)
+            if self._recording is not None:
+                self._recording.over(session)
 
     def _arrival(self, turn: Turn) -> Arrival:
         session = turn.session
@@ -135,6 +147,38 @@ class Turns:
         keys = self._by_pool(session.owners, session.keys)
         curve = self._pauses.ended(session.id, tools=place.tools, keys=keys, now_s=now_s)
         seat.tokens, seat.pause_s = len(session.ids), self._held_s(curve, place.tools)
+
+    def _record(
+        self, turn: Turn, place: Place, before: int, phase: Phase, urgency: RequestClass
+    ) -> None:
+        session, now_s = turn.session, clock.now_s()
+        if self._recording is None or place.tools is None:
+            return
+        geometry, keys = min(session.keys.items(), key=lambda one: repr(one[0]), default=(None, ()))
+        size = 0 if geometry is None else geometry.block_tokens
+        first = min(turn.ends.items(), key=lambda one: one[1])
+        self._recording.served(
+            Served(
+                session.id,
+                session.tenant,
+                prompt_tokens=len(turn.ids),
+                kept_tokens=turn.kept_tokens,
+                history_tokens=before,
+                output_tokens=len(session.ids) - len(turn.ids),
+                asked_s=place.asked_s,
+                ended_s=now_s,
+                outcome=place.outcome,
+                waited_s=place.waited_s,
+                first_token_s=place.first_token_s,
+                phase=phase.value,
+                tools=place.tools,
+                background=urgency is RequestClass.BACKGROUND,
+                parent=None if turn.parent is None else turn.parent.id,
+                prefix=(first[1], first[0]),
+                block_tokens=size,
+                blocks=keys,
+            )
+        )
 
     def _held_s(self, curve: Curve | None, tools: Sequence[str]) -> float:
         """People take longer than memory can be kept for them."""

@@ -95,11 +95,17 @@ class Generations:
                 one_call=ask.one_call,
             )
             caller.trace.fields["admission_s"] = place.waited_s
+            outcome = "left"
             try:
                 yield answer
+                outcome = "finished"
+            except Exception:
+                outcome = "failed"
+                raise
             finally:
                 if answer.completion_tokens:
-                    place.answered(answer.tools)
+                    first_s = job.journey.ttft_s
+                    place.answered(answer.tools, outcome=outcome, first_token_s=first_s)
                 self._note(answer, caller)
         router.admission.served(clock.now_s() - started_s)
 

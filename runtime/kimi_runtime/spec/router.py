@@ -169,6 +169,19 @@ class ExplainSpec(SpecModel):
     )
 
 
+RECORD_FILE = "sessions.jsonl"
+"""Where the router of `kimistack up` records sessions: in its deployment's state folder."""
+
+
+class RecordSpec(SpecModel):
+    """A file to which every session is written once it is over, for `kimistack sim run`."""
+
+    path: Path
+    max_bytes: Annotated[Bytes, Gt(0)] = Field(
+        64 * 2**20, description="Of it and the one before it, PATH.1, together."
+    )
+
+
 class SessionAdmission(SpecModel):
     """Sessions are let in as far as KV memory reaches, so that none evicts what another needs."""
 
@@ -204,6 +217,7 @@ class RouterSpec(SpecModel):
     )
     policy: PolicySpec = LongestPrefix()
     explain: ExplainSpec | None = Field(None, description="None: decisions are only logged.")
+    record: RecordSpec | None = Field(None, description="None: sessions are not recorded.")
     sessions: SessionAdmission = SessionAdmission()
     call_key: Path
     api_keys: Path | None = Field(None, description="One API key a line; None: no key is asked.")

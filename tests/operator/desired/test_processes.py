@@ -17,7 +17,7 @@ from kimi_operator.desired.processes import (
 )
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import CapacityError, ConfigError
-from kimi_runtime.spec.router import Cost, ExplainSpec, LeastLoad, RouterSpec
+from kimi_runtime.spec.router import Cost, ExplainSpec, LeastLoad, RecordSpec, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import FileWeights, RandomWeights, Role, WorkerSpec
 from rule_cases import document
@@ -125,6 +125,7 @@ def test_a_policy_with_reasons_starts_from_the_models_speeds_and_writes_them_dow
     assert found.policy == Cost(model="kimi-nano", gpu="cpu", tensor=1)
     assert found.explain == ExplainSpec(path=log)
     assert router(planned(NANO, explain=log)).explain is None
+    assert router(planned(NANO, record=log)).record == RecordSpec(path=log)
     spec = {"router": {"policy": "cost"}, "rdma": {"allowTCP": True}}
     large = effective({"preset": "kimi-k2.6-mxfp4/mi355x", **spec})
     assert policy_of(large) == Cost(model="kimi-k2.6", gpu="MI355X", tensor=4)
