@@ -108,10 +108,13 @@ class Checkpoints:
             tenant=tenant,
             group_bytes=(),
         )
-        if 0 < stored < self._pieces:  # there was no room for the rest: that much is no state
+        # a pool that was short of room may have taken a part, or given up the block for it
+        left_s = max(0.0, ends_s - clock.now_s())
+        kept = stored == self._pieces and await self._pool.held(keys[-1:], deadline_s=left_s) == 1
+        if stored and not kept:
             self._pool.hint(keys[-1], HintKind.ACTIVE, own, tenant=tenant)
             self._pool.hint(keys[-1], HintKind.ENDED, tenant=tenant)
-        return stored == self._pieces
+        return kept
 
     async def restore(
         self,
