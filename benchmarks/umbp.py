@@ -187,7 +187,7 @@ def latencies(
     tagged.store(key, block, deadline_s=60)
     bare.store(free, block, deadline_s=60)
     asking.held(key)
-    asking._arena = None  # so that it asks its daemon, as every client did before the directory
+    asking._daemon.arena = None  # so that it asks its daemon for every get
 
     def many(work: Callable[[], object]) -> Callable[[], object]:
         return lambda: [work() for _ in range(CALLS)]

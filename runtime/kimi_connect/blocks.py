@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kimi_connect.arena import Arena
 from kimi_connect.copying import copy_bytes
-from kimi_connect.tags import Leaves, tag_of_leaves
+from kimi_connect.tags import Leaves, block_tags, tag_of_leaves
 from kimi_connect.wire import Granted, GroupTag, PinnedBlock
 
 Stop = Callable[[], bool]
@@ -104,6 +104,29 @@ def copy_in(
             return written
         written.append((grant.generation, tuple(map(GroupTag, groups, tags))))
     return written
+
+
+def intact_run(
+    arena: Arena,
+    keys: Sequence[bytes],
+    blocks: Sequence[PinnedBlock],
+    leaves: Leaves,
+    stop: Stop,
+) -> "tuple[list[list[memoryview]], bool]":
+    """The parts of the leading blocks whose tags match where they lie; whether one did not."""
+    run: list[list[memoryview]] = []
+    for key, block in zip(keys, blocks, strict=False):
+        if stop():
+            break
+        parts = [part.toreadonly() for part in arena.parts(block.extents, block.size)]
+        whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        groups = [group.size for group in block.tags]
+        if sum(groups) != block.size or block_tags(key, groups, whole, leaves) != tuple(
+            group.tag for group in block.tags
+        ):
+            return run, True
+        run.append(parts)
+    return run, False
 
 
 def _copied(

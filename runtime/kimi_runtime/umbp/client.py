@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena
-from kimi_connect.blocks import CopiedOut, check_store, copy_in, copy_local, copy_out, flat
+from kimi_connect.blocks import (
+    CopiedOut,
+    check_store,
+    copy_in,
+    copy_local,
+    copy_out,
+    flat,
+    intact_run,
+)
 from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.wire import (
     Commitment,
@@ -30,7 +38,7 @@ from kimi_connect.wire import (
 )
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
-from kimi_runtime.umbp.lending import Lent, intact_run
+from kimi_runtime.umbp.lending import Lent
 from kimi_runtime.umbp.link import Link, LinkLost, open_link
 from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.tags import leaves
@@ -224,7 +232,7 @@ class PoolClient:
             return Lent(None, 0, [], missed)
         try:
             (parts, corrupt), late = await in_thread(
-                lambda stop: intact_run(arena, keys, blocks, stop), ends_s=ends_s
+                lambda stop: intact_run(arena, keys, blocks, leaves, stop), ends_s=ends_s
             )
         except BaseException:
             link.tell(Op.UNPIN, payloads.pack_unpin(pin, 0, corrupt=False))

@@ -5,15 +5,10 @@ is renewed until it is given back, and giving it back says whether it held all t
 """
 
 import asyncio
-from collections.abc import Sequence
 
 from kimi_connect import payloads
-from kimi_connect.arena import Arena
-from kimi_connect.tags import block_tags
-from kimi_connect.wire import Op, Outcome, PinnedBlock, WireError
-from kimi_runtime.transfer.background import Stop
+from kimi_connect.wire import Op, Outcome, WireError
 from kimi_runtime.umbp.link import Link, LinkLost
-from kimi_runtime.umbp.tags import leaves
 
 
 class Lent:
@@ -56,22 +51,3 @@ class Lent:
         if self._link is not None:
             self._link.tell(Op.RENEW, payloads.pack_number(self._pin))
             self._renew_later()
-
-
-def intact_run(
-    arena: Arena, keys: Sequence[bytes], blocks: Sequence[PinnedBlock], stop: Stop
-) -> tuple[list[list[memoryview]], bool]:
-    """The parts of the leading blocks whose tags match where they lie; whether one did not."""
-    run: list[list[memoryview]] = []
-    for key, block in zip(keys, blocks, strict=False):
-        if stop():
-            break
-        parts = [part.toreadonly() for part in arena.parts(block.extents, block.size)]
-        whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        groups = [group.size for group in block.tags]
-        if sum(groups) != block.size or block_tags(key, groups, whole, leaves) != tuple(
-            group.tag for group in block.tags
-        ):
-            return run, True
-        run.append(parts)
-    return run, False

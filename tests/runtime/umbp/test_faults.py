@@ -26,11 +26,11 @@ from pool_daemon import (
 
 WRITER = """
 import sys
-from kimi_connect.client import _Connection, _now_s
+from kimi_connect.connection import Connection, now_s
 from kimi_connect import payloads
 from kimi_connect.wire import Op
-ends_s = _now_s() + 60
-link = _Connection(sys.argv[1], sys.argv[2].encode(), b"i" * 16, "writer", ends_s)
+ends_s = now_s() + 60
+link = Connection(sys.argv[1], sys.argv[2].encode(), b"i" * 16, "writer", (), ends_s)
 key = (1).to_bytes(16, "big")
 payload = payloads.pack_reserve([(key, 10_000)])
 (granted,) = payloads.unpack_reserved(link.call(Op.RESERVE, payload, Op.RESERVED, ends_s))

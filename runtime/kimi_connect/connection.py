@@ -1,0 +1,215 @@
+"""Blocking connections to a node's pool daemon."""
+
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Collection
+
+from kimi_connect import payloads, wire
+from kimi_connect.arena import Arena, ArenaGone, attach_arena
+from kimi_connect.wire import Op
+
+BACKOFF_S = (0.05, 2.0)
+ANSWER_S = 0.25
+"""Time given to end what was begun (unpin, commit) when the deadline is near or over."""
+
+now_s = time.monotonic  # noqa: TID251  (nothing of the runtime, its clock included, is here)
+
+
+class Lost(Exception):
+    """There is no connection, or not any more."""
+
+
+class Connection:
+    """One authenticated connection and its arena. Any error ends it.
+
+    `writing` are the generations of reserved pages that the caller still writes to.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        call_key: bytes,
+        instance: bytes,
+        name: str,
+        writing: Collection[int],
+        ends_s: float,
+    ) -> None:
+        self._decoder = wire.FrameDecoder()
+        self._number = 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._wait_until(ends_s)
+            self._socket.connect(path)
+            self.welcome = self._handshake(call_key, instance, name, writing, ends_s)
+            self.arena: Arena = attach_arena(
+                self.welcome.arena,
+                page_bytes=self.welcome.page_bytes,
+                pages=self.welcome.pages,
+                epoch=self.welcome.epoch,
+                instance=instance,
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def call(self, op: Op, payload: bytes, answer: Op, ends_s: float) -> bytes:
+        """The payload of the answer to a request."""
+        self._number += 1
+        self._send(op, self._number, payload, ends_s)
+        frame = self._receive(ends_s)
+        if frame.op is not answer or frame.request != self._number:
+            raise wire.WireError(f"{answer.name} was to come, not {frame.op.name}")
+        return frame.payload
+
+    def close(self) -> None:
+        """End the connection; what it held ends with it."""
+        self._socket.close()
+
+    def _handshake(
+        self,
+        call_key: bytes,
+        instance: bytes,
+        name: str,
+        writing: Collection[int],
+        ends_s: float,
+    ) -> wire.Welcome:
+        challenge = self._receive(ends_s)
+        if challenge.op is not Op.CHALLENGE:
+            raise wire.WireError("the daemon did not begin with a challenge")
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        proof = wire.client_proof(call_key, challenge.payload, nonce, instance, name)
+        hello = wire.Hello(nonce, instance, name, tuple(writing), proof)
+        self._send(Op.HELLO, 0, wire.pack_hello(hello), ends_s)
+        frame = self._receive(ends_s)
+        if frame.op is not Op.WELCOME:
+            raise wire.WireError(f"the daemon refused us ({frame.op.name})")
+        welcome = wire.unpack_welcome(frame.payload)
+        expected = wire.server_proof(call_key, challenge.payload, nonce)
+        if not hmac.compare_digest(expected, welcome.proof):
+            raise wire.WireError("who listens on the socket does not hold our call key")
+        return welcome
+
+    def _send(self, op: Op, request: int, payload: bytes, ends_s: float) -> None:
+        self._wait_until(ends_s)
+        self._socket.sendall(wire.frame(op, request, payload))
+
+    def _receive(self, ends_s: float) -> wire.Frame:
+        while True:
+            frame = self._decoder.next()
+            if frame is not None:
+                if frame.op in (Op.REFUSED, Op.ERROR):
+                    raise wire.WireError(f"the daemon refused: {wire.unpack_text(frame.payload)}")
+                return frame
+            self._wait_until(ends_s)
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise Lost("the pool daemon closed the connection")
+            self._decoder.feed(data)
+
+    def _wait_until(self, ends_s: float) -> None:
+        left_s = ends_s - now_s()
+        if left_s <= 0:
+            raise TimeoutError("the deadline passed while waiting for the pool daemon")
+        self._socket.settimeout(left_s)
+
+
+class Reconnecting:
+    """The connection a client has, made again, with backoff, by the next call that needs it.
+
+    `writing` are the generations of reserved pages that are still being written to. `arena` is the
+    one of the latest connection: it can be read while there is none.
+    """
+
+    def __init__(self, path: str, call_key: bytes, name: str, connect_s: float) -> None:
+        self.arena: Arena | None = None
+        self.writing: set[int] = set()
+        self._path, self._call_key, self._name = path, call_key, name
+        self._connect_s = connect_s
+        self._instance = secrets.token_bytes(16)
+        self._connection: Connection | None = None
+        self._retry_s, self._backoff_s = 0.0, BACKOFF_S[0]
+        self._closed = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._connection is not None
+
+    def call(self, op: Op, payload: bytes, answer: Op, ends_s: float) -> bytes:
+        """One request. Lost and TimeoutError leave no connection, so nothing is held there."""
+        try:
+            return self._connected(ends_s).call(op, payload, answer, ends_s)
+        except TimeoutError:
+            self.drop()
+            raise
+        except (OSError, wire.WireError, ArenaGone) as exc:
+            self.drop()
+            raise Lost(str(exc)) from exc
+        except BaseException:
+            self.drop()
+            raise
+
+    def number(self, op: Op, payload: bytes, ends_s: float) -> int:
+        """A request that is answered with a number."""
+        return payloads.unpack_number(self.call(op, payload, Op.COUNT, ends_s))
+
+    def live_arena(self) -> Arena:
+        """The connection's arena; Lost without a connection."""
+        if self._connection is None:
+            raise Lost("there is no connection to the pool daemon")
+        return self._connection.arena
+
+    def lease_s(self) -> float:
+        """How long a pin lasts; Lost without a connection."""
+        if self._connection is None:
+            raise Lost("there is no connection to the pool daemon")
+        return self._connection.welcome.pin_lease_s
+
+    def drop(self) -> None:
+        """End the connection, and with it all that it held."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def close(self) -> None:
+        """End the connection for good."""
+        self._closed, self.arena = True, None
+        self.drop()
+
+    def _connected(self, ends_s: float) -> Connection:
+        if self._connection is not None:
+            return self._connection
+        if self._closed or now_s() < self._retry_s:
+            raise Lost("the pool daemon could not be reached a moment ago")
+        ends_s = min(ends_s, now_s() + self._connect_s)
+        try:
+            self._connection = Connection(
+                self._path, self._call_key, self._instance, self._name, self.writing, ends_s
+            )
+        except (OSError, wire.WireError, ArenaGone, Lost) as exc:
+            self._retry_s = now_s() + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+            raise Lost(f"no pool daemon answers on {self._path}: {exc}") from exc
+        self._backoff_s = BACKOFF_S[0]
+        self.arena = self._connection.arena
+        return self._connection
+
+
+class Stopper:
+    """Looked at between pieces of a copy: ends it at the deadline, and renews its pin meanwhile."""
+
+    def __init__(self, daemon: Reconnecting, ends_s: float, pin: "int | None") -> None:
+        self._daemon, self._ends_s, self._pin = daemon, ends_s, pin
+        self._every_s = daemon.lease_s() / 3
+        self._renew_s = now_s() + self._every_s
+
+    def __call__(self) -> bool:
+        at_s = now_s()
+        if at_s >= self._ends_s:
+            return True
+        if self._pin is not None and at_s >= self._renew_s:
+            self._renew_s = at_s + self._every_s
+            self._daemon.number(Op.RENEW, payloads.pack_number(self._pin), at_s + ANSWER_S)
+        return False
