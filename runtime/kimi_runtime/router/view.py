@@ -30,9 +30,11 @@ class KvSource:
     checkpoints: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
-    """One worker, for one request, now.
+    """One worker, for one request, now. Nobody changes one.
+
+    It is not frozen, since each decision makes one of every worker: that would take 4 us each.
 
     `waiting`, `running` (requests) and `queued_tokens` (prompt tokens admitted, not yet computed)
     include what this router has sent and the worker has not reported yet. `cached_tokens` is the

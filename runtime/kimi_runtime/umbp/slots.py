@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 BUCKET = 8
+_BUCKET_BITS = 3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Array = Any
@@ -44,10 +45,14 @@ class Slots:
         bucket = self._home(names)
         while len(pending):
             rows = self.names[bucket]
-            hit = rows == names[pending, None]
-            there = hit.any(axis=1)
-            found[pending[there]] = bucket[there] * BUCKET + hit[there].argmax(axis=1)
-            on = ~there & (rows[:, BUCKET - 1] != 0)  # a bucket fills from its front
+            # a name is in one slot at most, so that flat positions tell rows and places in them
+            hits = np.flatnonzero(rows == names[pending, None])
+            there = hits >> _BUCKET_BITS
+            found[pending[there]] = (bucket[there] << _BUCKET_BITS) + (hits & (BUCKET - 1))
+            if len(hits) == len(pending):
+                break
+            on = rows[:, BUCKET - 1] != 0  # a bucket fills from its front
+            on[there] = False
             pending, bucket = pending[on], (bucket[on] + 1) & self._mask
         return found
 
