@@ -24,6 +24,7 @@ from kimi_runtime.sim.cli import app as sim_app
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import FileWeights, PackagedWeights, WorkerSpec
+from kimi_runtime.umbp_cli import app as umbp_app
 
 __all__ = ["app", "tell_capacity"]
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 
 app.add_typer(sim_app, name="sim")
+app.add_typer(umbp_app, name="umbp")
 
 ENGINE_EXTRA = ("safetensors", "torch")
 
@@ -62,12 +64,24 @@ def router(spec: SpecFile) -> None:
     _run(spec, RouterSpec, run_router)
 
 
-@app.command()
-def umbp(spec: SpecFile) -> None:
-    """Run the KV-cache pool's daemon of this node."""
+@umbp_app.callback(invoke_without_command=True)
+def umbp(
+    context: typer.Context,
+    spec: Annotated[
+        Path | None, typer.Option("--spec", metavar="FILE", help="Run a daemon from this file.")
+    ] = None,
+) -> None:
+    """Run the KV-cache pool's daemon of this node, or look into one that runs."""
+    if context.invoked_subcommand is not None:
+        if spec is not None:
+            raise typer.BadParameter("--spec comes after the command")
+        return
+    if spec is None:
+        raise typer.BadParameter("say from which file to run (--spec), or a command (--help)")
     from kimi_runtime.server.run import run_umbp
 
-    _run(spec, UmbpSpec, run_umbp)
+    path = spec
+    _guarded(lambda: run_umbp(path, lambda: _read(path, UmbpSpec)))
 
 
 @app.command()

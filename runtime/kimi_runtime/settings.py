@@ -83,12 +83,23 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def explain_logs(environment: Mapping[str, str] | None = None) -> list[Path]:
-    """Explain logs of deployments that run, or ran, as processes of this machine; newest first.
+    """Explain logs of deployments that run, or ran, as processes of this machine; newest first."""
+    return _newest(environment, EXPLAIN_FILE)
 
-    They lie in KIMISTACK_HOME, else $XDG_STATE_HOME/kimistack, else ~/.local/state/kimistack.
+
+def pool_specs(environment: Mapping[str, str] | None = None) -> list[Path]:
+    """Files of pool daemons of such deployments; newest first."""
+    return _newest(environment, "specs/umbp-*.json")
+
+
+def _newest(environment: Mapping[str, str] | None, pattern: str) -> list[Path]:
+    """Files of deployments' state folders, newest first.
+
+    The folders lie in KIMISTACK_HOME, else $XDG_STATE_HOME/kimistack, else
+    ~/.local/state/kimistack.
     """
     variables = os.environ if environment is None else environment
     own, state = variables.get("KIMISTACK_HOME"), variables.get("XDG_STATE_HOME")
     home = Path(own) if own else (Path(state) if state else Path.home() / ".local/state")
-    found = (home if own else home / "kimistack").glob(f"*/{EXPLAIN_FILE}")
+    found = (home if own else home / "kimistack").glob(f"*/{pattern}")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from kimi_runtime.auth import read_call_keys
 from kimi_runtime.protocol.vocabulary import open_vocabulary
@@ -54,14 +56,17 @@ async def run_worker(spec: WorkerSpec) -> None:
     _log.info("stopped")
 
 
-async def run_umbp(spec: UmbpSpec) -> None:
-    """A pool daemon until SIGTERM."""
+async def run_umbp(path: Path, read: Callable[[], UmbpSpec]) -> None:
+    """A pool daemon until SIGTERM, from the file at `path`, which `read` reads; again on SIGHUP."""
+    spec = read()
     logs.configure(spec.name, spec.log_level)
     from kimi_runtime.router.reuse import gap_reuse
     from kimi_runtime.umbp.daemon import serve
+    from kimi_runtime.umbp.tuning import Source
 
+    source = Source(path, read)
     async with asyncio.TaskGroup() as tasks:
-        daemon = tasks.create_task(serve(spec, reuse=gap_reuse), name="umbp")
+        daemon = tasks.create_task(serve(spec, source, reuse=gap_reuse), name="umbp")
         stop = tasks.create_task(until_signalled(_nothing), name="signals")
         await asyncio.wait({daemon, stop}, return_when=asyncio.FIRST_COMPLETED)
         daemon.cancel()

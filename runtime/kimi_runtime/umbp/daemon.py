@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -73,9 +73,9 @@ async def serve(
 
     It reads `source` again when that changes, on SIGHUP and when it is called to (`Reload`).
     """
+    if source is not None:  # from the start on: unheard, the signal ends a process
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, source.asked.set)
     async with running(spec, source, reuse=reuse) as daemon:
-        with suppress(NotImplementedError):  # a loop of a thread that gets no signals
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, daemon.tuner.ask)
         log.info("umbp: %s serves at %s and %s", spec.name, daemon.url, spec.socket)
         await asyncio.Event().wait()
 

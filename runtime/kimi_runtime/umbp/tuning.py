@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kimi_runtime.auth import read_call_keys
@@ -42,6 +42,8 @@ class Source:
 
     path: Path
     read: Callable[[], UmbpSpec]
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to have it read again soon, as a signal asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,8 @@ class Tuner:
         self.spec = spec
         """What is in force."""
         self._source, self._state, self._http, self._tls = source, state, http, tls
+        self._asked = asyncio.Event() if source is None else source.asked
         self._one_at_a_time = asyncio.Lock()
-        self._asked = asyncio.Event()
-
-    def ask(self) -> None:
-        """Reload soon, as a signal asks for."""
-        self._asked.set()
 
     async def reload(self) -> Reloaded:
         """Read the file and apply what can be. Unavailable before the daemon serves."""

@@ -42,7 +42,7 @@ async def drain(state: DaemonState, asked: wire.DrainRequest) -> wire.DrainAnswe
         if not answer.pins_left or clock.now_s() >= ends_s:
             break
         await asyncio.sleep(LOOK_S)
-    log.info("umbp: drained: %s", " ".join(str(answer).split()))
+    log.info("umbp: drained; %d readers are left", answer.pins_left)
     return answer
 
 
