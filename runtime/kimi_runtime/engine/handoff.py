@@ -262,9 +262,11 @@ class HandOffs:
         if offer is not None:
             self._computing.pop(offer.request.number, None)
             offer.finish("withdrawn")
-        if pin is None and offer is None:
+        if pin is not None:
+            self._blocks.release(pin.blocks)
+        elif offer is not None:
+            self._blocks.release(tuple(offer.blocks.values()))
+        else:
             return False
-        blocks = pin.blocks if pin is not None or offer is None else tuple(offer.blocks.values())
-        self._blocks.release(blocks)
         self._freed()
         return True

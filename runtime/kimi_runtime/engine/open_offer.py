@@ -81,7 +81,7 @@ class OpenOffer:
 
 class _Pending(NamedTuple):
     offer: OpenOffer
-    index: int
+    number: int
     key: bytes | None
     offset: int
     untagged: Untagged
@@ -132,7 +132,7 @@ class Publisher:
             elif (tagged := next(tags)) and one.offer.end is None:
                 one.offer.publish(
                     HandOffPart(
-                        block=one.index,
+                        block=one.number,
                         key=None if one.key is None else one.key.hex(),
                         offset=one.offset,
                         group=one.untagged.first,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from kimi_connect.states import piece_count
 from kimi_runtime import clock
 from kimi_runtime.errors import KimistackError, WorkerFailed
 from kimi_runtime.router.client import PeerClient
@@ -123,6 +124,15 @@ class Fleet:
         }
 
     @property
+    def state_pieces(self) -> Mapping[str, int]:
+        """Pieces of a state (`kimi_connect.states`), of workers whose model has one."""
+        return {
+            name: piece_count(member.info.state_bytes)
+            for name, member in self._members.items()
+            if member.info is not None and member.info.state_bytes
+        }
+
+    @property
     def max_context_tokens(self) -> int | None:
         """The longest context that any known worker serves; None before one is known."""
         known = [m.info.max_context_tokens for m in self._members.values() if m.info is not None]
@@ -135,11 +145,16 @@ class Fleet:
         facts: Callable[[WorkerInfo, Load], Facts],
         *,
         now_s: float,
+        checkpoints: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[WorkerView]:
         """Every known worker as a decision sees it."""
         loads = self._ledger.loads(self._members, now_s=now_s)
+        states = checkpoints or {}
         return [
-            _view(member, info, loads[member.name], cached, pooled, facts)
+            _view(
+                *(member, info, loads[member.name], cached, pooled, facts),
+                checkpoints=states.get(member.name, () if info.state_bytes else None),
+            )
             for member in self._members.values()
             if (info := member.info) is not None
         ]
@@ -292,6 +307,8 @@ def _view(
     cached: Mapping[str, int],
     pooled: Mapping[str, int],
     facts: Callable[[WorkerInfo, Load], Facts],
+    *,
+    checkpoints: tuple[int, ...] | None,
 ) -> WorkerView:
     more = facts(info, load)
     return WorkerView(
@@ -323,6 +340,7 @@ def _view(
         utilisation=more.utilisation,
         unused_blocks=more.unused_blocks,
         space_price_s=more.space_price_s,
+        checkpoints=checkpoints,
         fetches=info.capabilities.fetch_source,
         reads_pools=info.capabilities.fetch_source,
         streams=streams_of(info),

@@ -30,6 +30,8 @@ class Found(NamedTuple):
     own: dict[str, int]
     pooled: dict[str, int]
     pools: tuple[KvSource, ...]
+    checkpoints: dict[str, tuple[int, ...]]
+    """Positions of states in a worker's own memory, for the workers whose model needs one."""
 
 
 class Feeds:
@@ -91,8 +93,10 @@ class Feeds:
         geometries: Mapping[str, Geometry],
         keys: Mapping[Geometry, Sequence[bytes]],
         nodes: Mapping[str, str],
+        pieces: Mapping[str, int] | None = None,
     ) -> Found:
-        """Who has how much of the prompt; see `pools_of`.
+        """Who has how much of the prompt; see `pools_of`. `pieces` are those of a state, by worker,
+        of workers whose model has one.
 
         While workers of several geometries run, no pool is named: each has blocks of any of them.
         """
@@ -105,15 +109,40 @@ class Feeds:
             in_pool = max((held.get(pool, 0) for pool in pools), default=0)
             own[worker] = held.get(worker, 0) * geometry.block_tokens
             pooled[worker] = in_pool * geometry.block_tokens
+        states = self._checkpoints(geometries, keys, pieces or {})
         sources: tuple[KvSource, ...] = ()
         if len(runs) == 1:
             (geometry,), (held,) = runs, runs.values()
             sources = tuple(
-                KvSource(name, name, self._index.tier(name) or "dram", run * geometry.block_tokens)
+                KvSource(
+                    *(name, name, self._index.tier(name) or "dram", run * geometry.block_tokens),
+                    states[geometry].get(name, ()) if geometry in states else None,
+                )
                 for name, run in held.items()
                 if name in self._pools
             )
-        return Found(own, pooled, sources)
+        own_states = {
+            worker: states[geometry].get(worker, ())
+            for worker, geometry in geometries.items()
+            if geometry in states
+        }
+        return Found(own, pooled, sources, own_states)
+
+    def _checkpoints(
+        self,
+        geometries: Mapping[str, Geometry],
+        keys: Mapping[Geometry, Sequence[bytes]],
+        pieces: Mapping[str, int],
+    ) -> dict[Geometry, dict[str, tuple[int, ...]]]:
+        """Positions of states by owner, for the geometries whose model has states."""
+        needed = {geometry: pieces[name] for name, geometry in geometries.items() if name in pieces}
+        return {
+            geometry: {
+                owner: tuple(blocks * geometry.block_tokens for blocks in behind)
+                for owner, behind in self._index.checkpoints(keys[geometry], count).items()
+            }
+            for geometry, count in needed.items()
+        }
 
     async def follow(self, owner: str) -> None:
         """Keep one owner's copy up to date until cancelled."""

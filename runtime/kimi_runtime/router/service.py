@@ -281,7 +281,9 @@ class Router:
             for name, geometry in self.fleet.geometries.items()
             if geometry in job.keys  # a worker that appeared since has nothing cached for it
         }
-        found = self.feeds.cached_tokens(geometries, job.keys, self.fleet.nodes)
+        found = self.feeds.cached_tokens(
+            geometries, job.keys, self.fleet.nodes, self.fleet.state_pieces
+        )
         cached, pooled = found.own, found.pooled
         self.insight.promised(job.fronts, cached, now_s=now_s)
         need_tokens = len(job.ids) + job.sampling.max_tokens
@@ -290,7 +292,7 @@ class Router:
             held = self.feeds.held(info.name)
             return self.insight.facts(info, load, held=held, need_tokens=need_tokens, now_s=now_s)
 
-        views = self.fleet.views(cached, pooled, facts, now_s=now_s)
+        views = self.fleet.views(cached, pooled, facts, now_s=now_s, checkpoints=found.checkpoints)
         asked = self.insight.request(job.view(now_s=now_s), job.fronts, cached, now_s=now_s)
         if found.pools and any(view.fetches for view in views):
             asked = replace(asked, sources=found.pools)

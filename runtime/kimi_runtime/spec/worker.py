@@ -154,6 +154,9 @@ class WorkerInfo(ReportModel):
     vocabulary_digest: str
     block_tokens: PositiveInt
     block_bytes: PositiveInt
+    state_bytes: NonNegativeInt = Field(
+        0, description="Of a state checkpoint, without which no prompt is gone on with; 0: none."
+    )
     max_context_tokens: PositiveInt
     total_blocks: PositiveInt
     max_running: PositiveInt | None = Field(

@@ -6,9 +6,10 @@ they count as holding nothing, never as holding what they may have lost.
 
 from collections.abc import Mapping, Sequence
 
+from kimi_connect.states import piece_keys
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage, TierName
 from kimi_runtime.umbp.feed import FeedFollower, FollowState
-from kimi_runtime.umbp.key_table import KeyTable
+from kimi_runtime.umbp.key_table import KeyTable, bits_of
 
 
 class OwnerKeys:
@@ -146,6 +147,24 @@ class Index:
             return {}
         names = {held.number: owner for owner, held in self._keys.items()}
         return {names[number]: run for number, run in runs.items()}
+
+    def checkpoints(self, keys: Sequence[bytes], pieces: int) -> dict[str, tuple[int, ...]]:
+        """Behind how many of `keys` an owner holds a state of `pieces` pieces, for owners that
+        hold at least one within their leading run of `keys`.
+        """
+        runs = self.prefix_runs(keys)
+        keys = keys[: max(runs.values(), default=0)]
+        states = [piece_keys(key, 1)[0] for key in keys]
+        found: dict[str, list[int]] = {owner: [] for owner in runs}
+        names = {held.number: owner for owner, held in self._keys.items()}
+        for blocks, holders in enumerate(self._table.holders(states), 1):
+            if holders:
+                for mask in self._table.holders(piece_keys(keys[blocks - 1], pieces)):
+                    holders &= mask
+            for owner in map(names.__getitem__, bits_of(holders)):
+                if blocks <= runs.get(owner, 0):
+                    found[owner].append(blocks)
+        return {owner: tuple(blocks) for owner, blocks in found.items() if blocks}
 
     def _follow(self, owner: str) -> FeedFollower:
         keys = self._keys[owner] = OwnerKeys(self._table)

@@ -124,11 +124,17 @@ class KeyTable:
             for position in (0, *changes.tolist()):
                 still = alive & self._masks[numbers[position]]
                 if at + position:
-                    runs.update((owner, at + position) for owner in _bits_of(alive ^ still))
+                    runs.update((owner, at + position) for owner in bits_of(alive ^ still))
                 alive = still
             at += len(numbers)
-        runs.update((owner, len(keys)) for owner in _bits_of(alive) if keys)
+        runs.update((owner, len(keys)) for owner in bits_of(alive) if keys)
         return runs
+
+    def holders(self, keys: Sequence[bytes]) -> list[int]:
+        """The shown owners of each key, as a set of bits by their numbers."""
+        if not keys:
+            return []
+        return [self._masks[number] & self._shown for number in self._numbers(keys).tolist()]
 
     def _numbers(self, keys: Sequence[bytes]) -> Array:
         if len(keys) == 1:
@@ -228,7 +234,7 @@ class KeyTable:
         part[:] = np.array([self._set(mask) for mask in masks], np.uint32)[inverse]
         self._swept += buckets
         if self._swept >= self._slots.buckets:
-            self._free_bits += _bits_of(self._sweeping)
+            self._free_bits += bits_of(self._sweeping)
             self._retired &= ~self._sweeping
             self._swept = 0
 
@@ -249,7 +255,7 @@ class KeyTable:
         self._collect_at = max(self._max_sets, 2 * len(self._masks))
 
 
-def _bits_of(mask: int) -> Iterator[int]:
+def bits_of(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

@@ -18,6 +18,7 @@ from kimi_runtime.protocol.grammar import GrammarState
 from kimi_runtime.protocol.vocabulary import Vocabulary, open_vocabulary
 from kimi_runtime.spec.layout import KvLayout
 from kimi_runtime.spec.model import ModelSpec
+from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo, WorkerSpec
 from kimi_runtime.transfer import open_transport
 from kimi_runtime.transfer.memory import Memory, private_memory, shared_memory
@@ -140,6 +141,7 @@ def _info(
         vocabulary_digest=vocabulary.digest,
         block_tokens=block_tokens,
         block_bytes=runner.block_bytes,
+        state_bytes=state_bytes(model),
         max_context_tokens=min(context, model.max_positions, runner.blocks * block_tokens),
         total_blocks=runner.blocks,
         max_running=spec.limits.max_running,

@@ -21,6 +21,7 @@ from kimi_runtime.spec.request import (
     GenerateChunk,
     GenerateRequest,
     Grammar,
+    HandOff,
     HandOffProgress,
 )
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
@@ -275,13 +276,14 @@ class ReferenceAdapter:
             return stream.take()
         if stream.failure is not None:
             raise stream.failure
-        if stream.ticket_due and self._parts.hand_offs is not None:
+        hand_offs = self._parts.hand_offs
+        if stream.ticket_due and hand_offs is not None:
             stream.told_early = True
-            hand_off = self._parts.hand_offs.open(stream.request)
-            return GenerateChunk(hand_off=hand_off, usage=stream.request.usage)
+            ticket = hand_offs.open(stream.request)
+            return GenerateChunk(hand_off=ticket, usage=stream.request.usage)
         if not stream.completed:
             return None
-        hand_off, hand_offs = None, self._parts.hand_offs
+        hand_off: HandOff | None = None
         if stream.told_early and hand_offs is not None:
             hand_offs.complete(stream.request)
         elif stream.asked.kv.offer and hand_offs is not None:
