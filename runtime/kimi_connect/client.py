@@ -10,7 +10,8 @@ import threading
 from collections.abc import Sequence
 
 from kimi_connect import payloads, wire
-from kimi_connect.blocks import check_store, copy_in, copy_local, copy_out, flat, intact_run
+from kimi_connect.batches import Batches
+from kimi_connect.blocks import check_store, flat, intact_run
 from kimi_connect.borrowing import Borrowed
 from kimi_connect.connection import ANSWER_S, Lost, Reconnecting, Stopper, now_s
 from kimi_connect.payloads import DEFAULT_TENANT
@@ -38,6 +39,7 @@ class ArenaClient:
     `group_bytes` are the sizes of a block's layer groups, one tag each; empty: one tag a block.
     `leaves` is the leaf function of the tags; None takes numpy's (ImportError without numpy). The
     runtime's `kimi_runtime.umbp.tags.leaves` is the same function in C, and tens of times faster.
+    `threads` copy and tag large batches together, the caller's own included.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class ArenaClient:
         group_bytes: Sequence[int] = (),
         leaves: "Leaves | None" = None,
         connect_s: float = 1.0,
+        threads: int = 1,
     ) -> None:
         self._group_bytes = tuple(group_bytes)
         self._leaves = leaves or numpy_leaves()
+        self._batches = Batches(threads, self._group_bytes, self._leaves)
         self._lock = threading.Lock()
         self._daemon = Reconnecting(os.fspath(socket_path), call_key, name, connect_s)
         self._served: list[bytes] = []
@@ -260,12 +264,13 @@ class ArenaClient:
             if self._daemon.connected:
                 self._tell_served()
             self._daemon.close()
+        self._batches.close()
 
     def _load_local(self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float) -> int:
         """How many leading blocks came from the arena without the daemon."""
         if self._daemon.arena is None or not self._daemon.arena.live:
             return 0
-        done = copy_local(self._daemon.arena, keys, into, self._leaves, lambda: now_s() >= ends_s)
+        done = self._batches.copy_local(self._daemon.arena, keys, into, ends_s)
         if done:
             self._served_s = self._served_s if self._served else now_s()
             self._served += keys[:done]
@@ -286,8 +291,8 @@ class ArenaClient:
             pin, gap, blocks = payloads.unpack_pinned(payload)
             if not blocks:
                 return 0, wire.outcome_of(gap) if gap is not Gap.NONE else Outcome.MISS
-            stop = self._stop(ends_s, renew=pin)
-            copied = copy_out(self._daemon.live_arena(), keys, blocks, into, self._leaves, stop)
+            stop, arena = self._stop(ends_s, renew=pin), self._daemon.live_arena()
+            copied = self._batches.copy_out(arena, keys, blocks, into, stop, ends_s)
             unpin = payloads.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None)
             protected = self._daemon.number(Op.UNPIN, unpin, max(ends_s, now_s() + ANSWER_S))
         except TimeoutError:
@@ -321,14 +326,12 @@ class ArenaClient:
         grants = payloads.unpack_reserved(payload)
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         try:
-            written = copy_in(
+            written = self._batches.copy_in(
                 self._daemon.live_arena(),
                 [keys[n] for n in mine],
                 [grants[n] for n in mine],
                 [views[n] for n in mine],
-                self._group_bytes,
-                self._leaves,
-                self._stop(ends_s),
+                ends_s,
             )
         except BaseException:
             self._daemon.drop()  # the daemon frees what was reserved when we are back

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kimi_connect import copiers
 from kimi_connect.client import ArenaClient
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.ssd import SsdSpec
@@ -20,8 +21,8 @@ GROUPS = (4096, 5000, 904)
 class Blocking:
     """The blocking client behind the asynchronous one's face."""
 
-    def __init__(self, socket, call_key, group_bytes):
-        self.client = ArenaClient(socket, call_key, group_bytes=group_bytes)
+    def __init__(self, socket, call_key, group_bytes, threads):
+        self.client = ArenaClient(socket, call_key, group_bytes=group_bytes, threads=threads)
 
     async def load(self, keys: Sequence[bytes], into, *, deadline_s):
         return await asyncio.to_thread(self.client.load, keys, into, deadline_s=deadline_s)
@@ -47,16 +48,18 @@ async def daemon(tmp_path, request):
         made.clients.pool.check_integrity()
 
 
-@pytest.fixture(params=["async", "blocking"])
-async def connect(request):
+@pytest.fixture(params=["async", "blocking", "on two threads"])
+async def connect(request, monkeypatch):
     """Opens clients that are closed at the end."""
     made = []
+    monkeypatch.setattr(copiers, "LEAST_BYTES", BLOCK)  # so that small batches are shared out too
 
     async def open_one(socket, call_key=CALL_KEY, group_bytes=GROUPS):
         if request.param == "async":
             made.append(await open_pool(socket, call_key, group_bytes=group_bytes))
         else:
-            made.append(Blocking(socket, call_key, group_bytes))
+            threads = 2 if request.param == "on two threads" else 1
+            made.append(Blocking(socket, call_key, group_bytes, threads))
         return made[-1]
 
     yield open_one

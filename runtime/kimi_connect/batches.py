@@ -1,0 +1,85 @@
+"""Copying the blocks of a whole batch, on as many threads as the client was given."""
+
+from collections.abc import Sequence
+
+from kimi_connect.arena import Arena
+from kimi_connect.blocks import CopiedOut, Stop, copy_in, copy_local, copy_out
+from kimi_connect.connection import now_s
+from kimi_connect.copiers import Copiers, leading
+from kimi_connect.placing import Written
+from kimi_connect.tags import Leaves
+from kimi_connect.wire import Granted, PinnedBlock
+
+
+class Batches:
+    """The functions of `kimi_connect.blocks`, each run of a batch in a thread of its own.
+
+    What counts is what leads: a block behind one that was not copied is as good as not copied.
+    """
+
+    def __init__(self, threads: int, group_bytes: Sequence[int], leaves: Leaves) -> None:
+        self._copiers = Copiers(threads)
+        self._group_bytes, self._leaves = group_bytes, leaves
+
+    def copy_local(
+        self, arena: Arena, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
+    ) -> int:
+        """See `blocks.copy_local`."""
+
+        def work(run: slice) -> int:
+            return copy_local(arena, keys[run], into[run], self._leaves, _until(ends_s))
+
+        return leading(self._copiers.run([view.nbytes for view in into[: len(keys)]], work))
+
+    def copy_out(
+        self,
+        arena: Arena,
+        keys: Sequence[bytes],
+        blocks: Sequence[PinnedBlock],
+        into: Sequence[memoryview],
+        stop: Stop,
+        ends_s: float,
+    ) -> CopiedOut:
+        """See `blocks.copy_out`. `stop` is called from the caller's thread alone."""
+
+        def work(run: slice) -> CopiedOut:
+            stopped = stop if run.start == 0 else _until(ends_s)
+            return copy_out(arena, keys[run], blocks[run], into[run], self._leaves, stopped)
+
+        runs = self._copiers.run([block.size for block in blocks], work)
+        good = leading([(run, copied.good) for run, copied in runs])
+        bad = [run.start + one.corrupt for run, one in runs if one.corrupt is not None]
+        return CopiedOut(good, good if good in bad else None)
+
+    def copy_in(
+        self,
+        arena: Arena,
+        keys: Sequence[bytes],
+        grants: Sequence[Granted],
+        views: Sequence[memoryview],
+        ends_s: float,
+    ) -> "list[Written]":
+        """See `blocks.copy_in`: what was written whole, up to the first that was not."""
+
+        def work(run: slice) -> "list[Written]":
+            return copy_in(
+                arena,
+                keys[run],
+                grants[run],
+                views[run],
+                self._group_bytes,
+                self._leaves,
+                _until(ends_s),
+            )
+
+        runs = self._copiers.run([view.nbytes for view in views], work)
+        whole = leading([(run, len(written)) for run, written in runs])
+        return [one for _, written in runs for one in written][:whole]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._copiers.close()
+
+
+def _until(ends_s: float) -> Stop:
+    return lambda: now_s() >= ends_s
