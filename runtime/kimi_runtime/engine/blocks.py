@@ -8,6 +8,7 @@ good as free: taking it forgets the least recently used key first.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from kimi_runtime.umbp.feed import FeedLog
 
@@ -37,20 +38,25 @@ class KvBlocks:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` cached here. Changes nothing."""
-        return next((n for n, key in enumerate(keys) if key not in self._block_of), len(keys))
+        return sum(1 for _ in takewhile(self._block_of.__contains__, keys))
 
     def acquire(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the leading run of `keys` cached here, each referenced once more."""
-        blocks = [self._block_of[key] for key in keys[: self.held(keys)]]
+        run = takewhile(self._block_of.__contains__, keys)
+        blocks = [self._block_of[key] for key in run]
         self.reference(blocks)
         return blocks
 
     def reference(self, blocks: Iterable[int]) -> None:
         """Reference cached or used blocks once more, so that they stay."""
+        references, unreferenced = self._references, self._unreferenced
         for block in blocks:
-            assert self._references[block] or block in self._key_of, f"block {block} is free"
-            self._references[block] += 1
-            self._unreferenced.pop(block, None)
+            if references[block]:
+                references[block] += 1
+                continue
+            assert block in unreferenced, f"block {block} is free"
+            references[block] = 1
+            del unreferenced[block]
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks of worthless content, referenced once; None if there are fewer.
@@ -89,10 +95,12 @@ class KvBlocks:
 
         Released in reverse, so that of one chain the end is forgotten before what it builds on.
         """
+        references = self._references
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is released twice"
-            self._references[block] -= 1
-            if not self._references[block]:
+            left = references[block] - 1
+            assert left >= 0, f"block {block} is released twice"
+            references[block] = left
+            if not left:
                 if block in self._key_of:
                     self._unreferenced[block] = None
                 else:

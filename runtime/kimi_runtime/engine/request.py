@@ -4,7 +4,7 @@ There is no prefill phase and no decode phase. A prompt makes many tokens known 
 id makes one more known, and a step computes some of what is known. Pure integers.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,7 +56,7 @@ class Request:
     """
 
     number: int
-    tokens: list[int]
+    tokens: MutableSequence[int]
     chain: KeyChain
     rank: float
     priority: Priority = Priority.INTERACTIVE
@@ -93,15 +93,16 @@ class Request:
         if self.usage is not None:
             return
         size = self.chain.block_tokens
-        tokens = {"hbm": 0, "pool": 0, "hand_off": 0}
-        for index in range(len(self.blocks)):
-            inside = max(0, min(size, self.computed - index * size))
-            tokens[self.fetched.get(index, "hbm")] += inside
+        brought = {"pool": 0, "hand_off": 0}
+        for index, source in self.fetched.items():
+            if index < len(self.blocks):
+                brought[source] += max(0, min(size, self.computed - index * size))
+        pool, hand_off = brought["pool"], brought["hand_off"]
         self.usage = KvUsage(
-            hbm_tokens=tokens["hbm"],
-            pool_tokens=tokens["pool"],
-            hand_off_tokens=tokens["hand_off"],
-            computed_tokens=self.prompt_tokens - sum(tokens.values()),
+            hbm_tokens=self.computed - pool - hand_off,
+            pool_tokens=pool,
+            hand_off_tokens=hand_off,
+            computed_tokens=self.prompt_tokens - self.computed,
             hand_off_bytes=self.hand_off_bytes,
             hand_off_early_bytes=self.hand_off_early_bytes,
             hand_off_failure=self.hand_off_failure,

@@ -219,7 +219,7 @@ class Scheduler:
                 request=request.number,
                 start=start,
                 ids=tuple(request.tokens[start:end]),
-                blocks=tuple(request.blocks[: self._blocks_for(end)]),
+                blocks=_front(request.blocks, self._blocks_for(end)),
                 sample=request.samples and end == len(request.tokens),
             )
         )
@@ -328,6 +328,11 @@ class Scheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_tokens)
+
+
+def _front(blocks: list[int], count: int) -> tuple[int, ...]:
+    """The first `count` of a block table; all of a long one, as usual, is copied once."""
+    return tuple(blocks) if count == len(blocks) else tuple(blocks[:count])
 
 
 def _order(request: Request) -> tuple[float, int]:

@@ -158,7 +158,7 @@ class Dispatch:
         self._numbers += 1
         request = Request(
             number=self._numbers,
-            tokens=[0] * job.view.prompt_tokens,
+            tokens=bytearray(job.view.prompt_tokens),  # what they say is in the chain's keys
             chain=KnownChain(job.known, self._cluster.spec.block_tokens),
             rank=rank_of(priority, self._timeline.now_s, background_delay_s=BACKGROUND_DELAY_S),
             priority=priority,

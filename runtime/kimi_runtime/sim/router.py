@@ -191,15 +191,12 @@ class SimRouter:
             after = feed.seq
         learns = self.insight.planner is not None and owner in self._cluster.workers
         while after < feed.seq:
-            batch = feed.batch_after(after)
-            if batch is None or not self.index.apply(owner, batch):
+            changes = feed.changes_after(after)
+            if changes is None or not self.index.take(owner, changes):
                 break
-            after += len(batch.events)
-            if learns:
-                gone = [event.key for event in batch.events if event.op == "remove"]
-                if gone:
-                    keys = [bytes.fromhex(key) for key in gone if key is not None]
-                    self.insight.evicted(owner, keys, now_s=now_s)
+            after += len(changes.events)
+            if learns and (gone := changes.removed):
+                self.insight.evicted(owner, gone, now_s=now_s)
 
     # views
 

@@ -158,7 +158,7 @@ class Window:
         if not more:
             return
         self._written = done
-        ids = [0] * more
+        ids = bytes(more)
         for request in self.requests:
             request.computed += more
             request.tokens.extend(ids)

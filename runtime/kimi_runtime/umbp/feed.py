@@ -1,15 +1,16 @@
 """What an owner holds, told to whoever follows: a numbered log with snapshots.
 
 `FeedLog` is the owner's side, `FeedFollower` the other. Both are pure: no I/O, no clock. The wire
-format is `spec.umbp.FeedLine`, one JSON text a line. A follower that has applied everything up to
-`seq` of the same epoch is EXACT; after a gap, before the snapshot's end or while disconnected it is
-DEGRADED: what it says may be wrong, which costs a miss.
+format is `spec.umbp.FeedLine`, one JSON text a line; `Changes` are a batch without it. A follower
+that has applied everything up to `seq` of the same epoch is EXACT; after a gap, before the
+snapshot's end or while disconnected it is DEGRADED: what it says may be wrong, which costs a miss.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby, islice
+from itertools import islice
 from typing import Literal, Protocol
 
 from pydantic import TypeAdapter
@@ -44,6 +45,40 @@ def decode_line(line: bytes | str) -> FeedHello | FeedSnapshotPage | FeedBatch:
         raise ProtocolError(f"a feed line does not parse: {exc}") from exc
 
 
+Op = Literal["add", "remove", "clear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes `first_seq ...` in order: what was done, and with which key (b"" for a clear)."""
+
+    epoch: int
+    first_seq: int
+    events: Sequence[tuple[Op, bytes]]
+
+    @property
+    def removed(self) -> list[bytes]:
+        """Keys that were lost, in order."""
+        return [key for op, key in self.events if op == "remove"]
+
+    def batch(self) -> FeedBatch:
+        """As it goes over the wire.
+
+        Not validated: a hexadecimal key is one by its making.
+        """
+        events = tuple(
+            FeedEvent.model_construct(op=op, key=key.hex() if key else None)
+            for op, key in self.events
+        )
+        return FeedBatch.model_construct(epoch=self.epoch, first_seq=self.first_seq, events=events)
+
+    @classmethod
+    def of(cls, batch: FeedBatch) -> "Changes":
+        """What a batch says."""
+        events = [(event.op, bytes.fromhex(event.key or "")) for event in batch.events]
+        return cls(batch.epoch, batch.first_seq, events)
+
+
 class FeedLog:
     """The owner's held keys and its last `keep_events` changes. Adding twice changes nothing."""
 
@@ -59,7 +94,7 @@ class FeedLog:
         self.owner, self.epoch, self.tier, self.block_tokens = owner, epoch, tier, block_tokens
         self.seq = 0
         self._held: dict[bytes, None] = {}
-        self._events: deque[FeedEvent] = deque(maxlen=keep_events)
+        self._events: deque[tuple[Op, bytes]] = deque(maxlen=keep_events)
 
     def __len__(self) -> int:
         """How many keys are held."""
@@ -71,22 +106,27 @@ class FeedLog:
 
     def add(self, keys: Iterable[bytes]) -> None:
         """The owner now holds `keys`."""
+        held, events = self._held, self._events
         for key in keys:
-            if key not in self._held:
-                self._held[key] = None
-                self._append(_event("add", key))
+            if key not in held:
+                held[key] = None
+                self.seq += 1
+                events.append(("add", key))
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """The owner no longer holds `keys`; keys it did not hold are passed over."""
+        held, events = self._held, self._events
         for key in keys:
-            if key in self._held:
-                del self._held[key]
-                self._append(_event("remove", key))
+            if key in held:
+                del held[key]
+                self.seq += 1
+                events.append(("remove", key))
 
     def clear(self) -> None:
         """The owner holds nothing any more."""
         self._held.clear()
-        self._append(FeedEvent(op="clear"))
+        self.seq += 1
+        self._events.append(("clear", b""))
 
     def hello(self) -> FeedHello:
         """The first line for a new follower."""
@@ -120,25 +160,25 @@ class FeedLog:
             )
 
     def batch_after(self, after: int, limit: int = BATCH_EVENTS) -> FeedBatch | None:
-        """The next changes after `after`, at most `limit`; an empty batch if there are none.
+        """`changes_after` as it goes over the wire."""
+        changes = self.changes_after(after, limit)
+        return None if changes is None else changes.batch()
+
+    def changes_after(self, after: int, limit: int = BATCH_EVENTS) -> Changes | None:
+        """The next changes after `after`, at most `limit`; empty if there are none.
 
         None if they are no longer in the log: the follower needs a snapshot.
         """
         if not self.resumes(self.epoch, after):
             return None
-        start = len(self._events) - (self.seq - after)
-        count = min(limit, self.seq - after)
-        events = tuple(islice(self._events, start, start + count))
-        return FeedBatch(epoch=self.epoch, first_seq=after + 1, events=events)
-
-    def _append(self, event: FeedEvent) -> None:
-        self.seq += 1
-        self._events.append(event)
-
-
-def _event(op: Literal["add", "remove"], key: bytes) -> FeedEvent:
-    """Not validated: a hexadecimal key is one by its making, and every put and eviction passes."""
-    return FeedEvent.model_construct(op=op, key=key.hex())
+        behind = self.seq - after
+        if behind <= limit:  # a deque is fast at its ends
+            events = list(islice(reversed(self._events), behind))
+            events.reverse()
+        else:
+            start = len(self._events) - behind
+            events = list(islice(self._events, start, start + limit))
+        return Changes(self.epoch, after + 1, events)
 
 
 class FollowState(StrEnum):
@@ -235,7 +275,27 @@ class FeedFollower:
             return False
         if isinstance(line, FeedSnapshotPage):
             return self._snapshot_page(line)
-        return self._batch(line)
+        return self.take(Changes.of(line))
+
+    def take(self, changes: Changes) -> bool:
+        """Like `apply` of a batch."""
+        behind = self.seq + 1 - changes.first_seq
+        if not self._greeted or changes.epoch != self.epoch or behind < 0:
+            return self._gap()
+        new = changes.events[behind:] if behind else changes.events  # the rest was sent before
+        self.seq += len(new)
+        last: dict[bytes, Op] = {}  # a key is held, or not, by the last that was said of it
+        for op, key in new:
+            if op == "clear":
+                self.keys.clear()
+                last.clear()
+            else:
+                last[key] = op
+        if last:
+            self.keys.hold([key for key, op in last.items() if op == "add"])
+            self.keys.lose([key for key, op in last.items() if op == "remove"])
+        self._trust_if_caught_up()
+        return True
 
     def disconnected(self) -> None:
         """The stream ended: keep the keys, stop trusting them."""
@@ -266,23 +326,6 @@ class FeedFollower:
             self.keys.swap()
             self.seq, self._next_page = page.seq, 0
             self._trust_if_caught_up()
-        return True
-
-    def _batch(self, batch: FeedBatch) -> bool:
-        if batch.epoch != self.epoch or batch.first_seq > self.seq + 1:
-            return self._gap()
-        new = batch.events[max(0, self.seq + 1 - batch.first_seq) :]  # the rest was sent before
-        self.seq += len(new)
-        for op, events in groupby(new, key=lambda event: event.op):
-            # the wire model lets only a clear have no key
-            keys = [bytes.fromhex(event.key) for event in events if event.key is not None]
-            if op == "clear":
-                self.keys.clear()
-            elif op == "add":
-                self.keys.hold(keys)
-            else:
-                self.keys.lose(keys)
-        self._trust_if_caught_up()
         return True
 
     def _trust_if_caught_up(self) -> None:

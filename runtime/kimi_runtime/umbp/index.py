@@ -4,11 +4,11 @@ Bounded: an owner with more than `max_keys` keys, and owners beyond `max_owners`
 they count as holding nothing, never as holding what they may have lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kimi_connect.states import piece_keys
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage, TierName
-from kimi_runtime.umbp.feed import FeedFollower, FollowState
+from kimi_runtime.umbp.feed import Changes, FeedFollower, FollowState
 from kimi_runtime.umbp.key_table import KeyTable, bits_of
 
 
@@ -109,13 +109,20 @@ class Index:
 
         `owner` is the name we know the owner by; the feed's own name may differ and is not used.
         """
+        return self._heard(owner, lambda follower: follower.apply(line))
+
+    def take(self, owner: str, changes: Changes) -> bool:
+        """Like `apply` of a batch."""
+        return self._heard(owner, lambda follower: follower.take(changes))
+
+    def _heard(self, owner: str, hear: Callable[[FeedFollower], bool]) -> bool:
         follower = self._followers.get(owner)
         if follower is None:
             if len(self._followers) >= self.max_owners:
                 self.refused_owners += 1
                 return False
             follower = self._follow(owner)
-        followed = follower.apply(line)
+        followed = hear(follower)
         keys = self._keys[owner]
         if max(len(keys), keys.staged()) > self.max_keys:
             self.overflows += 1

@@ -39,13 +39,17 @@ class Pages:
     @property
     def free(self) -> int:
         """Pages nobody holds."""
+        if len(self._segments) == 1:
+            return self._segments[0].free  # the common case; asked for every block of a put
         return sum(segment.free for segment in self._segments)
 
     def take(self, count: int) -> tuple[Extent, ...] | None:
         """`count` pages, in as few runs as can be found quickly; None if fewer are free."""
         if count > self.free:
             return None
-        roomy = sorted(self._segments, key=lambda segment: -segment.free)
+        roomy = self._segments
+        if len(roomy) > 1:
+            roomy = sorted(roomy, key=lambda segment: -segment.free)
         for segment in roomy:
             run = segment.take_run(count)
             if run is not None:

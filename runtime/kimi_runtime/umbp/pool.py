@@ -15,6 +15,7 @@ and the pages.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.states import attached
@@ -126,7 +127,7 @@ class Pool:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` held. Renews nothing: probes must not feed LRU."""
-        return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
+        return sum(1 for _ in takewhile(self._blocks.__contains__, keys))
 
     def block(self, key: bytes) -> Block | None:
         """The visible block of a key."""
