@@ -45,6 +45,8 @@ class _Worker:
     reported_at_s: float = 0.0
     sent: int = 0
     seen: int = 0
+    load: Load | None = None
+    """As far as it was asked for since anything here changed: decisions ask of every worker."""
 
 
 class Ledger:
@@ -62,16 +64,20 @@ class Ledger:
         state.orders[wire_id] = state.sent
         if len(state.orders) > REMEMBERED_SENDS:
             state.orders.popitem(last=False)
+        state.load = None
 
     def computed(self, worker: str, wire_id: str) -> None:
         """Its prompt is done: the first output came."""
-        entry = self._state(worker).entries.get(wire_id)
+        state = self._state(worker)
+        entry = state.entries.get(wire_id)
         if entry is not None:
-            entry.computed = True
+            entry.computed, state.load = True, None
 
     def finish(self, worker: str, wire_id: str) -> None:
         """It left the worker, well or not. Finishing twice changes nothing."""
-        self._state(worker).entries.pop(wire_id, None)
+        state = self._state(worker)
+        state.entries.pop(wire_id, None)
+        state.load = None
 
     def report(self, worker: str, report: LoadReport, *, now_s: float) -> bool:
         """Take a load report in; False if a newer one of the same epoch is already here."""
@@ -85,6 +91,7 @@ class Ledger:
         newest = report.last_request.get(self._router)
         if newest is not None:
             state.seen = max(state.seen, state.orders.get(newest, 0))
+        state.load = None
         return True
 
     def lost(self, worker: str) -> None:
@@ -139,11 +146,13 @@ class Ledger:
         report = state.report
         if report is None or now_s - state.reported_at_s > self._stale_after_s:
             return None
+        if state.load is not None:
+            return state.load
         others = max(report.waiting + report.running - report.in_flight.get(self._router, 0), 0)
         requests = others + len(state.entries)
         unseen = [entry for entry in state.entries.values() if entry.order > state.seen]
         running = min(report.running, requests)
-        return Load(
+        state.load = Load(
             waiting=requests - running,
             running=running,
             queued_tokens=report.queued_tokens + _open_tokens(unseen),
@@ -152,6 +161,7 @@ class Ledger:
             certain=True,
             draining=report.draining,
         )
+        return state.load
 
     def _guess(self, name: str, *, requests: int, queued: int) -> Load:
         state = self._state(name)

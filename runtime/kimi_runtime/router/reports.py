@@ -33,6 +33,8 @@ class _Worker:
     at_s: float
     since_s: float
     busy: float = 0.0
+    share: float | None = None
+    """See `utilisation`."""
 
 
 class Reports:
@@ -55,15 +57,16 @@ class Reports:
         weight = 1 - math.exp(-passed_s / SMOOTHING_S)
         known.busy += weight * (float(report.queued_tokens > 0) - known.busy)
         known.report, known.at_s = report, now_s
+        known_s = now_s - known.since_s
+        if known_s >= ENOUGH_S:
+            # the average began at 0, which is worth less the longer it ran
+            known.share = known.busy / (1 - math.exp(-known_s / SMOOTHING_S))
         return _steps(before, report, passed_s, block_tokens)
 
     def utilisation(self, worker: str) -> float | None:
         """Share of its time that prefill takes; None before enough is known."""
         known = self._workers.get(worker)
-        if known is None or known.at_s - known.since_s < ENOUGH_S:
-            return None
-        # the average began at 0, which is worth less the longer it ran
-        return known.busy / (1 - math.exp((known.since_s - known.at_s) / SMOOTHING_S))
+        return None if known is None else known.share
 
     def age_s(self, worker: str, *, now_s: float) -> float | None:
         """How old the newest report is; None without any."""

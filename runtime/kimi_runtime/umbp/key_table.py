@@ -27,7 +27,7 @@ MOVED_BUCKETS = 512
 MAX_SETS = 65_536
 """Sets of owners that are kept before those without a key are collected."""
 
-_AHEAD = (1, 31, 224, 1792)
+_AHEAD = (1, 255, 8192)
 """Keys looked up at a time: a cold prompt ends at the first."""
 
 
@@ -124,7 +124,7 @@ class KeyTable:
             for position in (0, *changes.tolist()):
                 still = alive & self._masks[numbers[position]]
                 if at + position:
-                    runs.update((owner, at + position) for owner in bits_of(alive ^ still))
+                    runs.update(dict.fromkeys(bits_of(alive ^ still), at + position))
                 alive = still
             at += len(numbers)
         runs.update((owner, len(keys)) for owner in bits_of(alive) if keys)
