@@ -48,10 +48,16 @@ def up(
     api_key_file: Annotated[
         Path | None, typer.Option(help="API keys, one a line; without it none is asked for.")
     ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=1, max=10, help="As if on so many nodes: a pool each, and the workers over them."
+        ),
+    ] = 1,
 ) -> None:
     """Start a deployment as processes of this machine, and keep them running."""
     home, shm = state_home(), shared_memory()
-    front = Front(host, port, api_key_file)
+    front = Front(host, port, api_key_file, nodes)
     console = Console(stderr=True)
     with prepared(effective_of(file), home, shm, front) as ready:
         stack = ready.stack

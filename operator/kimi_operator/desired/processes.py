@@ -1,6 +1,6 @@
 """A deployment as processes of one machine: the files each of them starts from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import transfer_network
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.policy import policy_of
-from kimi_operator.desired.umbp import ssd_log
+from kimi_operator.desired.umbp import granted, has_peers, ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import (
     Cost,
@@ -38,7 +38,6 @@ Kind = Literal["umbp", "worker", "router"]
 LOCAL_HOST = "127.0.0.1"
 PROCESS_BYTES = 600 * 2**20
 """Resident size of a worker before weights and KV, measured with torch's CPU build."""
-POOL = "umbp-0"
 ROUTER = "router-0"
 
 
@@ -55,6 +54,8 @@ class Places:
     explain: Path | None = None
     record: Path | None = None
     """Where a router that has reasons writes them."""
+    nodes: int = 1
+    """Pools, each with its part of the workers: as if on so many nodes."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,9 @@ class LocalPlan:
         return next(process for process in self.processes if process.kind == "router")
 
 
-def process_names(spec: DeploymentSpec) -> tuple[str, ...]:
+def process_names(spec: DeploymentSpec, nodes: int = 1) -> tuple[str, ...]:
     """Names of a deployment's processes, in starting order."""
-    pool = (POOL,) if spec.kv_pool.enabled else ()
-    return (*pool, *(name for name, _, _ in _workers(spec)), ROUTER)
+    return (*_pools(spec, nodes), *(name for name, _, _ in _workers(spec)), ROUTER)
 
 
 def plan_processes(effective: Effective, places: Places, machine: Machine) -> LocalPlan:
@@ -108,12 +108,23 @@ def plan_processes(effective: Effective, places: Places, machine: Machine) -> Lo
     """
     spec = effective.deployment.spec
     _check_can_run_here(spec, places)
-    _check_memory(spec, machine)
+    _check_memory(spec, places.nodes, machine)
     served = spec.model.served_name or effective.deployment.name
-    pool = [_pool(spec, places)] if spec.kv_pool.enabled else []
-    workers = [_worker(spec, *worker, places) for worker in _workers(spec)]
-    router = _router(spec, effective, served, pool, workers, places)
-    return LocalPlan(effective.deployment.name, served, (*pool, *workers, router))
+    names = _pools(spec, places.nodes)
+    pools = [_pool(spec, name, names, places) for name in names]
+    workers = []
+    for role_name, role in spec.roles():
+        for index in range(role.least_replicas):
+            # each role over all nodes, as in a cluster
+            node = names[index % len(names)] if names else None
+            name = f"{role_name}-{index}"
+            workers.append(_worker(spec, name, role_name, role, node, places))
+    router = _router(spec, effective, served, pools, workers, places)
+    return LocalPlan(effective.deployment.name, served, (*pools, *workers, router))
+
+
+def _pools(spec: DeploymentSpec, nodes: int) -> tuple[str, ...]:
+    return tuple(f"umbp-{index}" for index in range(nodes)) if spec.kv_pool.enabled else ()
 
 
 def _workers(spec: DeploymentSpec) -> Iterator[tuple[str, RoleName, Role]]:
@@ -123,6 +134,8 @@ def _workers(spec: DeploymentSpec) -> Iterator[tuple[str, RoleName, Role]]:
 
 
 def _check_can_run_here(spec: DeploymentSpec, places: Places) -> None:
+    if places.nodes > 1 and not spec.kv_pool.enabled:
+        raise ConfigError("--nodes: nodes differ by their pools, and spec.kvPool.enabled is false")
     problems = {
         "engine": spec.engine != "kimistack" and f"{spec.engine} is not started here",
         "model.source": spec.model.source not in ("local", "hostPath", "packaged", "random")
@@ -147,9 +160,9 @@ def _check_can_run_here(spec: DeploymentSpec, places: Places) -> None:
             raise ConfigError(f"spec.{field}: {problem}")
 
 
-def _check_memory(spec: DeploymentSpec, machine: Machine) -> None:
+def _check_memory(spec: DeploymentSpec, nodes: int, machine: Machine) -> None:
     workers = [role for _, _, role in _workers(spec)]
-    pool = (spec.kv_pool.dram or 0) if spec.kv_pool.enabled else 0
+    pool = len(_pools(spec, nodes)) * (spec.kv_pool.dram or 0)
     kv = sum(role.limits.kv_memory or 0 for role in workers)
     model = None if spec.model.config else known_model(spec.model.id)
     weights = (weight_bytes(model) if model else 0) * len(workers)
@@ -183,28 +196,42 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _pool(spec: DeploymentSpec, places: Places) -> ProcessPlan:
-    ssd = spec.kv_pool.ssd
-    pool = UmbpSpec(
-        name=POOL,
-        host=LOCAL_HOST,
-        port=places.ports[POOL],
-        socket=places.run_dir / f"{POOL}.sock",
-        arena=places.run_dir / f"{POOL}.arena",
-        dram_bytes=spec.kv_pool.dram or 0,
-        page_bytes=spec.kv_pool.page,
-        ssd=None if ssd is None else ssd_log(spec, ssd.path),
-        ssd_write_rate=None if ssd is None else ssd.write_rate,
-        call_key=places.call_key,
-        log_level=spec.observability.log_level,
+def _pool(spec: DeploymentSpec, name: str, names: Sequence[str], places: Places) -> ProcessPlan:
+    ssd, alone = spec.kv_pool.ssd, len(names) == 1
+    pool = UmbpSpec.model_validate(
+        {
+            "name": name,
+            "host": LOCAL_HOST,
+            "port": places.ports[name],
+            "socket": places.run_dir / f"{name}.sock",
+            "arena": places.run_dir / f"{name}.arena",
+            "dram_bytes": spec.kv_pool.dram,
+            "page_bytes": spec.kv_pool.page,
+            # each has a log of its own
+            "ssd": ssd and ssd_log(spec, ssd.path if alone else f"{ssd.path}/{name}"),
+            "ssd_write_rate": ssd and ssd.write_rate,
+            "call_key": places.call_key,
+            "peers": () if alone or not has_peers(spec) else [_at(one, places) for one in names],
+            **granted(spec.kv_pool),
+            "log_level": spec.observability.log_level,
+        }
     )
-    return ProcessPlan(POOL, "umbp", "pool", pool, LOCAL_HOST, pool.port, 60.0, 10.0)
+    return ProcessPlan(name, "umbp", "pool", pool, LOCAL_HOST, pool.port, 60.0, 10.0)
+
+
+def _at(pool: str, places: Places) -> PoolEndpoint:
+    return PoolEndpoint(name=pool, url=f"http://{LOCAL_HOST}:{places.ports[pool]}")
 
 
 def _worker(
-    spec: DeploymentSpec, name: str, role_name: RoleName, role: Role, places: Places
+    spec: DeploymentSpec,
+    name: str,
+    role_name: RoleName,
+    role: Role,
+    node: str | None,
+    places: Places,
 ) -> ProcessPlan:
-    uses_pool = spec.kv_pool.enabled and role_name in spec.kv_pool.roles
+    uses_pool = node is not None and role_name in spec.kv_pool.roles
     worker_role = WorkerRole(role_name) if spec.prefill is not None else WorkerRole.BOTH
     worker = WorkerSpec(
         name=name,
@@ -224,7 +251,9 @@ def _worker(
         threads=role.limits.threads,
         run_dir=places.run_dir,
         call_key=places.call_key,
-        umbp_socket=places.run_dir / f"{POOL}.sock" if uses_pool else None,
+        umbp_socket=places.run_dir / f"{node}.sock" if uses_pool else None,
+        # a node is named by its pool; where there is one alone, it is everybody's
+        node=node or "" if places.nodes > 1 else "",
         transfer=_transfer(spec),
         # each listens on a port that is free when it starts, which its tickets name
         network=transfer_network(spec).model_copy(update={"port": 0}),
@@ -282,7 +311,7 @@ def _router(
         workers=tuple(
             WorkerEndpoint(name=p.name, role=WorkerRole(p.role), url=_url(p)) for p in workers
         ),
-        pools=tuple(PoolEndpoint(name=p.name, url=_url(p)) for p in pools),
+        pools=tuple(_at(p.name, places) for p in pools),
         policy=policy,
         explain=ExplainSpec(path=explain) if explain else None,
         record=RecordSpec(path=places.record) if places.record else None,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kimi_operator.api.deployment import DeploymentSpec
-from kimi_operator.api.kvpool import TenantShare
+from kimi_operator.api.kvpool import KvPool, TenantShare
 from kimi_operator.api.roles import Role
 from kimi_operator.desired import pods, security
 from kimi_operator.desired.effective import Effective
@@ -107,15 +107,22 @@ def _spec_file(spec: DeploymentSpec) -> str:
     if has_peers(spec):
         data["peers_file"] = f"{PEERS_DIR}/{PEERS_FILE}"
         data["network"] = {"port": POOL_TRANSFER_PORT}
-    if pool.keep_arena:
-        data["keep_arena"] = True
-    if pool.numa_nodes:
-        data["numa_nodes"] = pool.numa_nodes
-    if pool.tenants:
-        data["tenants"] = {name: _terms(share) for name, share in pool.tenants.items()}
-    if pool.tenant_default is not None:
-        data["tenant_default"] = _terms(pool.tenant_default)
+    data |= granted(pool)
     return spec_file(UmbpSpec.model_validate(data))
+
+
+def granted(pool: KvPool) -> dict[str, object]:
+    """What a user may say of a daemon's memory, as fields of its file; nothing that was not."""
+    found: dict[str, object] = {}
+    if pool.keep_arena:
+        found["keep_arena"] = True
+    if pool.numa_nodes:
+        found["numa_nodes"] = pool.numa_nodes
+    if pool.tenants:
+        found["tenants"] = {name: _terms(share) for name, share in pool.tenants.items()}
+    if pool.tenant_default is not None:
+        found["tenant_default"] = _terms(pool.tenant_default)
+    return found
 
 
 def _terms(share: TenantShare) -> TenantTerms:
@@ -218,8 +225,8 @@ def _container(spec: DeploymentSpec, *, shares_gpu: bool) -> Manifest:
     }
     within_s = evacuation_s(spec)
     if within_s:
-        socket = f"{RUN_DIR}/{POOL_SOCKET}"
-        leave = ["kimistack", "umbp", "drain", "--socket", socket, "--within", f"{within_s:g}s"]
+        file = f"{pods.CONFIG_DIR}/{POOL_FILE}"
+        leave = ["kimistack", "umbp", "drain", "--spec", file, "--within", f"{within_s:g}s"]
         container["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
     return container
 

@@ -43,11 +43,12 @@ class StartFailed(KimistackError):
 
 @dataclass(frozen=True)
 class Front:
-    """Where the router listens, as far as the command line overrules the file."""
+    """Where the router listens, as far as the command line overrules the file; `Places.nodes`."""
 
     host: str = LOCAL_HOST
     port: int | None = None
     api_keys: Path | None = None
+    nodes: int = 1
 
 
 def effective_of(file: Path | None) -> Effective:
@@ -169,7 +170,7 @@ def _places(effective: Effective, folders: Folders, front: Front, port: int) -> 
         raise ConfigError(f"--api-key-file: there is no file {front.api_keys}")
     if front.api_keys is not None:
         read_tenants(front.api_keys)  # the router would refuse it only after the workers started
-    names = [name for name in process_names(spec) if name != ROUTER]
+    names = [name for name in process_names(spec, front.nodes) if name != ROUTER]
     ports = dict(zip(names, free_ports(LOCAL_HOST, len(names)), strict=True))
     return Places(
         run_dir=folders.run,
@@ -180,6 +181,7 @@ def _places(effective: Effective, folders: Folders, front: Front, port: int) -> 
         vocabulary=_model_files(effective),
         explain=folders.explain,
         record=folders.record,
+        nodes=front.nodes,
     )
 
 

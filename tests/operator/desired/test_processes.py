@@ -33,7 +33,7 @@ def effective(spec: dict[str, Any]) -> Effective:
 
 def planned(spec: dict[str, Any], machine: Machine = LARGE, **places: Any) -> LocalPlan:
     resolved = effective(spec)
-    names = process_names(resolved.deployment.spec)
+    names = process_names(resolved.deployment.spec, places.get("nodes", 1))
     ports = {name: 9000 + index for index, name in enumerate(names)}
     here = Places(run_dir=RUN, call_key=Path("/s/call-key"), ports=ports, **places)
     return plan_processes(resolved, here, machine)
@@ -223,3 +223,33 @@ def test_a_model_of_595_gb_is_refused_before_anything_starts():
     }
     with pytest.raises(CapacityError, match="of weights"):
         planned(spec)
+
+
+def test_with_several_nodes_each_has_a_pool_and_its_part_of_every_role():
+    spec: dict[str, Any] = {**NANO, "prefill": {"replicas": 2}, "decode": {"replicas": 3}}
+    spec |= {"kvPool": {"dram": "64MiB", "ssd": {"path": "/ssd", "capacity": "256MiB"}}}
+    plan = planned(spec, nodes=2)
+    pools = {p.name: p.spec for p in plan.processes if isinstance(p.spec, UmbpSpec)}
+    assert list(pools) == ["umbp-0", "umbp-1"]
+    for pool in pools.values():
+        assert {(one.name, one.url.rsplit(":", 1)[0]) for one in pool.peers} == {
+            ("umbp-0", "http://127.0.0.1"),
+            ("umbp-1", "http://127.0.0.1"),
+        }
+        assert pool.ssd is not None
+        assert pool.ssd.folder == Path("/ssd") / pool.name
+    seats = {one.name: (one.node, (one.umbp_socket or RUN).name) for one in workers(plan)}
+    assert seats == {
+        "prefill-0": ("umbp-0", "umbp-0.sock"),
+        "prefill-1": ("umbp-1", "umbp-1.sock"),
+        "decode-0": ("umbp-0", "umbp-0.sock"),
+        "decode-1": ("umbp-1", "umbp-1.sock"),
+        "decode-2": ("umbp-0", "umbp-0.sock"),
+    }
+    assert {pool.name for pool in router(plan).pools} == set(pools)
+
+
+def test_pools_that_are_no_peers_know_of_nobody():
+    spec = {**NANO, "kvPool": {"dram": "64MiB", "peers": "Disabled"}}
+    plan = planned(spec, nodes=2)
+    assert not any(p.spec.has_peers for p in plan.processes if isinstance(p.spec, UmbpSpec))
