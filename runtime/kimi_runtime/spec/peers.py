@@ -1,8 +1,8 @@
 """What pool daemons of a deployment ask of each other, beside the feed.
 
-`POST /lend` pins blocks at their owner for as long as the reader says it needs, and answers where
+`Lend` pins blocks at their owner for as long as the reader says it needs, and answers where
 in the owner's memory they lie; the reader copies them by the transport that the region names,
-checks their tags and gives them back by `POST /give_back`. `POST /offer` asks a peer to take
+checks their tags and gives them back by `GiveBack`. `Offer` asks a peer to take
 blocks, which it does in the same way if they are worth more than what it would lose for them.
 """
 
