@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -54,11 +55,21 @@ class Member:
     """When that arrived."""
     left_s: float | None = None
     """Since when nothing new goes there, because the worker was taken off the list."""
+    _constant: "_Constant | None" = None
 
     @property
     def name(self) -> str:
         """The endpoint's name."""
         return self.endpoint.name
+
+    @property
+    def constant(self) -> "_Constant":
+        """What decisions see of a worker that was met, and that does not change."""
+        known = self._constant
+        if known is None or known.info is not self.info:
+            assert self.info is not None
+            known = self._constant = _Constant(self.info)
+        return known
 
 
 class Fleet:
@@ -118,8 +129,8 @@ class Fleet:
     def geometries(self) -> dict[str, Geometry]:
         """Block geometry by worker, for workers that are ready."""
         return {
-            member.name: geometry_of(member.info)
-            for member in self._members.values()
+            name: member.constant.geometry
+            for name, member in self._members.items()
             if member.ready and member.info is not None
         }
 
@@ -300,6 +311,33 @@ def geometry_of(info: WorkerInfo) -> Geometry:
     return Geometry(info.model_digest, info.layout, info.block_tokens)
 
 
+class _Constant:
+    """A worker's description in the form in which views have it."""
+
+    __slots__ = ("fields", "geometry", "info")
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info, self.geometry = info, geometry_of(info)
+        self.fields: dict[str, Any] = {
+            "name": info.name,
+            "role": info.role,
+            "roles": info.capabilities.roles,
+            "revision": info.revision,
+            "layout": info.layout,
+            "total_blocks": info.total_blocks,
+            "block_tokens": info.block_tokens,
+            "max_context_tokens": info.max_context_tokens,
+            "grammar": info.capabilities.grammar,
+            "logprobs": info.capabilities.logprobs,
+            "transports": info.capabilities.transports,
+            "node": info.node,
+            "max_running": info.max_running,
+            "fetches": info.capabilities.fetch_source,
+            "reads_pools": info.capabilities.fetch_source,
+            "streams": streams_of(info),
+        }
+
+
 def _view(
     member: Member,
     info: WorkerInfo,
@@ -310,13 +348,9 @@ def _view(
     *,
     checkpoints: tuple[int, ...] | None,
 ) -> WorkerView:
-    more = facts(info, load)
+    more, name = facts(info, load), info.name
     return WorkerView(
-        name=member.name,
-        role=info.role,
-        roles=info.capabilities.roles,
-        revision=info.revision,
-        layout=info.layout,
+        **member.constant.fields,
         ready=member.ready,
         draining=load.draining or member.left_s is not None,
         certain=load.certain,
@@ -324,24 +358,13 @@ def _view(
         running=load.running,
         queued_tokens=load.queued_tokens,
         free_blocks=load.free_blocks,
-        total_blocks=info.total_blocks,
-        block_tokens=info.block_tokens,
-        max_context_tokens=info.max_context_tokens,
-        grammar=info.capabilities.grammar,
-        transports=info.capabilities.transports,
-        logprobs=info.capabilities.logprobs,
-        cached_tokens=cached.get(member.name, 0),
-        pool_tokens=pooled.get(member.name, 0),
+        cached_tokens=cached.get(name, 0),
+        pool_tokens=pooled.get(name, 0),
         kind=more.kind,
-        node=info.node,
         age_s=more.age_s,
-        max_running=info.max_running,
         releases=more.releases,
         utilisation=more.utilisation,
         unused_blocks=more.unused_blocks,
         space_price_s=more.space_price_s,
         checkpoints=checkpoints,
-        fetches=info.capabilities.fetch_source,
-        reads_pools=info.capabilities.fetch_source,
-        streams=streams_of(info),
     )

@@ -104,11 +104,13 @@ class Feeds:
         own: dict[str, int] = {}
         pooled: dict[str, int] = {}
         for worker, geometry in geometries.items():
-            held = runs[geometry]
-            pools = self.pools_of(nodes.get(worker, ""))
-            in_pool = max((held.get(pool, 0) for pool in pools), default=0)
-            own[worker] = held.get(worker, 0) * geometry.block_tokens
-            pooled[worker] = in_pool * geometry.block_tokens
+            held, size, node = runs[geometry], geometry.block_tokens, nodes.get(worker, "")
+            own[worker] = held.get(worker, 0) * size
+            if node:
+                in_pool = held.get(node, 0) if node in self._pools else 0
+            else:
+                in_pool = max((held.get(pool, 0) for pool in self._pools), default=0)
+            pooled[worker] = in_pool * size
         states = self._checkpoints(geometries, keys, pieces or {})
         sources: tuple[KvSource, ...] = ()
         if len(runs) == 1:

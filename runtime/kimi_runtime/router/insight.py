@@ -5,8 +5,8 @@ Everything is bounded. For a policy that learns nothing only what costs nothing 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from kimi_runtime.router.answers import Answers
 from kimi_runtime.router.cost.learn import Learning
@@ -36,8 +36,7 @@ Front = tuple[int, bytes]
 """The first so many tokens of a prompt, and the key of their last block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """The part of a `WorkerView` of the same names."""
 
     kind: str = ""
@@ -58,6 +57,7 @@ class Insight:
         self.siblings = Siblings()
         self.gaps = Gaps() if planner is None else planner.models.gaps
         self._reports, self._heat = Reports(), PrefixHeat()
+        self._kinds: dict[str, tuple[WorkerInfo, str]] = {}
         self._fresh_s = FRESH_INTERVALS * load_interval_s
 
     def reported(self, info: WorkerInfo, report: LoadReport, *, now_s: float) -> None:
@@ -82,6 +82,7 @@ class Insight:
         """A worker restarted or left: what was particular to it no longer holds."""
         self._reports.forget(worker)
         self.space.forget(worker)
+        self._kinds.pop(worker, None)
         if self.planner is not None:
             self.planner.models.forget(worker)
 
@@ -96,7 +97,10 @@ class Insight:
         """What is known of a worker. `held` are the blocks its feed says it holds, if that can be
         trusted; `need_tokens` is the space that the request may want.
         """
-        kind = kind_of(info)
+        known = self._kinds.get(info.name)
+        if known is None or known[0] is not info:
+            known = self._kinds[info.name] = (info, kind_of(info))
+        kind = known[1]
         age_s = self._reports.age_s(info.name, now_s=now_s) or 0.0
         age_s = age_s if age_s > self._fresh_s else 0.0
         if self.planner is None:

@@ -5,9 +5,10 @@ can be the best: what is left out provably is not chosen.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 from kimi_runtime.router.cost.decode import DecodeLeg, decode_leg
 from kimi_runtime.router.cost.floors import decode_floors, prefill_floors, whole_floors
@@ -72,13 +73,19 @@ class Search:
                 near.setdefault(worker.node, []).append(one)
         for some in (far, *near.values()):
             some.sort(key=lambda one: one.floor_s)
-        far = self._twins_left_out(far, lambda one: one.floor_s, self._decode_twin)
+        nearest_s = min((some[0].floor_s for some in near.values()), default=math.inf)
+        least_s = min(nearest_s, far[0].floor_s)
+        apart = _Lazily(self._twins_left_out(far, lambda one: one.floor_s, self._decode_twin))
         left = self._by_floor(prefills, whole=False)
-        apart = {id(leg) for leg in self._twins_left_out(left, _first, self._prefill_twin)}
-        for leg in left:
-            self._with(leg, near.get(leg[1].node, ()), near=True)
-            if id(leg) in apart:
-                self._with(leg, far, near=False)
+        for number, group in enumerate(_equal(left, _first)):
+            if number and not self._exhaustive and self._too_late(group[0][0] + least_s):
+                self.left_out += 1
+                return
+            alone = {id(leg) for leg in self._without_twins(group, self._prefill_twin)}
+            for leg in group:
+                self._with(leg, near.get(leg[1].node, ()), near=True)
+                if id(leg) in alone:
+                    self._with(leg, apart, near=False)
 
     def _by_floor(
         self, workers: Iterable[WorkerView], *, whole: bool
@@ -131,22 +138,19 @@ class Search:
         legs: Sequence[L],
         floor_s: Callable[[L], float],
         of: Callable[[L], tuple[WorkerView, tuple[object, ...]]],
-    ) -> list[L]:
+    ) -> Iterator[L]:
+        """Legs in the order of their floors, see `_without_twins`."""
+        for group in _equal(legs, floor_s):
+            yield from self._without_twins(group, of)
+
+    def _without_twins(
+        self, legs: Sequence[L], of: Callable[[L], tuple[WorkerView, tuple[object, ...]]]
+    ) -> Iterable[L]:
         """Of legs that cost the same with anybody elsewhere, those that win by name.
 
         Two of different nodes are kept, so that whoever is on the one node has the other.
         """
-        equal: dict[float, list[L]] = {}
-        for leg in legs:
-            equal.setdefault(floor_s(leg), []).append(leg)
-        if self._exhaustive or len(equal) == len(legs):
-            return list(legs)
-        return [leg for some in equal.values() for leg in self._firsts(some, of)]
-
-    def _firsts(
-        self, legs: Sequence[L], of: Callable[[L], tuple[WorkerView, tuple[object, ...]]]
-    ) -> Iterable[L]:
-        if len(legs) == 1:
+        if len(legs) == 1 or self._exhaustive:
             return legs
         kept: dict[tuple[object, ...], list[tuple[int, str, L]]] = {}
         for leg in legs:
@@ -165,14 +169,14 @@ class Search:
         return first
 
     def _with(
-        self, leg: tuple[float, WorkerView, Found], decodes: Sequence[_Right], *, near: bool
+        self, leg: tuple[float, WorkerView, Found], decodes: Iterable[_Right], *, near: bool
     ) -> None:
         """All pairs of one prefill worker that can be the best: on its node, or elsewhere."""
         floor_s, worker, found = leg
         made = None
         for one in decodes:
             least_s = floor_s + one.floor_s
-            if least_s >= self.joiner.best_end_s and not self._exhaustive:
+            if not self._exhaustive and self._too_late(least_s):
                 self.left_out += 1
                 return
             if not near and worker.node and one.worker.node == worker.node:
@@ -186,6 +190,10 @@ class Search:
             for way in made:
                 self.joiner.pair(way, decode, one.size)
 
+    def _too_late(self, floor_s: float) -> bool:
+        """Whether neither this nor what comes later in the order of floors can be the best."""
+        return floor_s >= self.joiner.best_end_s
+
     def _hopeless(
         self, floor_s: float, decode: WorkerView, prefill: WorkerView | None = None
     ) -> bool:
@@ -197,6 +205,24 @@ class Search:
         weight = self.context.prices.others * seat.queue_ratio + decode.interrupted
         risk_s = self._least_z * math.sqrt(var + decode.var)
         return ready_s + fixed_s + compute_s * weight + risk_s - seat.replica_s(0.0)
+
+
+class _Lazily(Generic[L]):
+    """Items of an iterator that is read as far as somebody looks, by several one after another."""
+
+    def __init__(self, items: Iterator[L]) -> None:
+        self._items, self._known = items, list[L]()
+
+    def __iter__(self) -> Iterator[L]:
+        yield from self._known
+        for item in self._items:
+            self._known.append(item)
+            yield item
+
+
+def _equal(legs: Sequence[L], floor_s: Callable[[L], float]) -> Iterator[list[L]]:
+    """Legs that are sorted by their floors, those with equal floors together."""
+    return (list(group) for _, group in groupby(legs, floor_s))
 
 
 def _first(one: Sequence[Any]) -> float:
