@@ -81,7 +81,8 @@ class Replicator:
             blocks=tuple(blocks),
             within_ms=int(1e3 * OFFER_S),
         )
-        fates: tuple[OfferFate, ...] = ("failed",) * len(blocks)
+        failed: OfferFate = "failed"
+        fates = (failed,) * len(blocks)
         try:
             fates = (await peer.calls.offer(request, within_s=OFFER_S)).fates
         except (TransferError, ProtocolError) as exc:
