@@ -1,6 +1,7 @@
 """Each process from its spec to its drain."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -32,6 +33,8 @@ async def run_router(spec: RouterSpec) -> None:
         app = router_app(router, codec, keys)
         url = await owned.enter_async_context(listening(app, listener))
         _log.info("listening", extra={"fields": {"url": url}})
+        gc.collect()
+        gc.freeze()  # what is there by now stays: walking it would hold requests up
         await until_signalled(
             lambda: router.admission.drain(within_s=spec.drain, linger_s=spec.linger)
         )
