@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hash_runner import HashRunner
+from hash_runner import HashRunner, StatefulHashRunner
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
 from kimi_runtime.engine.assembly import Backing, assemble
+from kimi_runtime.engine.fetch import Pool
 from kimi_runtime.engine.follow import ProgressSource
 from kimi_runtime.engine.handoff import TicketUrls
 from kimi_runtime.engine.plan import StepPlan
@@ -26,7 +27,7 @@ from kimi_runtime.spec.request import (
 from kimi_runtime.spec.worker import Capabilities, EngineLimits, Role, WorkerInfo
 from kimi_runtime.transfer.base import Transport
 from kimi_runtime.transfer.memory import private_memory, shared_memory
-from memory_pool import MemoryPool
+from kimi_runtime.umbp.checkpoints import Checkpoints
 
 BLOCK_TOKENS = 4
 VOCABULARY = open_vocabulary()
@@ -52,9 +53,11 @@ class Setup:
     also: Sequence[Transport] = ()
     file: Path | None = None
     """Of the KV memory, for shm."""
-    pool: MemoryPool | None = None
+    pool: Pool | None = None
     call_key: bytes | None = None
     release_url: Callable[[str], str] = field(default=lambda ticket: f"http://127.0.0.1:1/{ticket}")
+    stateful: bool = False
+    checkpoints: Checkpoints | None = None
     progress_url: Callable[[str], str] = field(default=str)
     progress: ProgressSource | None = None
     before_step: Callable[[StepPlan], None] = field(default=lambda plan: None)
@@ -134,7 +137,8 @@ def build(setup: Setup) -> Running:
     """An engine that is not running yet."""
     size = setup.blocks * BLOCK_TOKENS * 16
     memory = private_memory(size) if setup.file is None else shared_memory(setup.file, size)
-    runner = HashRunner(
+    kind = StatefulHashRunner if setup.stateful else HashRunner
+    runner = kind(
         setup.blocks,
         BLOCK_TOKENS,
         memory=memory.view,
@@ -177,7 +181,11 @@ def build(setup: Setup) -> Running:
     engine = assemble(
         info,
         model,
-        Backing(runner, memory, transports, setup.pool, setup.call_key, setup.progress),
+        Backing(
+            *(runner, memory, transports, setup.pool, setup.call_key, setup.progress),
+            states=runner if isinstance(runner, StatefulHashRunner) else None,
+            checkpoints=setup.checkpoints,
+        ),
         EngineLimits(
             block_tokens=BLOCK_TOKENS,
             kv_bytes=memory.size_bytes,

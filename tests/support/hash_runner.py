@@ -6,6 +6,7 @@ position never computed changes the ids. Block layout: layer groups one after an
 `[block_tokens, u64]`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,31 @@ class HashRunner:
         block, inside = divmod(position, self.block_tokens)
         start = blocks[block] * self.block_tokens * _GROUPS
         return [start + group * self.block_tokens + inside for group in range(_GROUPS)]
+
+
+class StatefulHashRunner(HashRunner):
+    """Every id also depends on a state that only computing every token before brings about."""
+
+    state_bytes = 10_000
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.states: dict[int, bytearray] = {}
+
+    def state(self, request: int) -> memoryview:
+        return memoryview(self.states.setdefault(request, bytearray(self.state_bytes)))
+
+    def drop(self, request: int) -> None:
+        self.states.pop(request, None)
+
+    def _compute(self, row: Row) -> int:
+        kv, state = super()._compute(row), self.state(row.request)
+        if row.start == 0:
+            state[:] = bytes(self.state_bytes)
+        for token in row.ids:
+            seed = bytes(state) + token.to_bytes(4, "little")
+            state[:] = hashlib.shake_128(seed).digest(self.state_bytes)
+        return kv ^ int.from_bytes(state[:8], "little")
 
 
 def _mix(value: int) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kimi_runtime.engine.adapters.reference import Model, ReferenceAdapter
 from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.checkpoint_policy import CheckpointPolicy
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch import Fetcher, Pool
 from kimi_runtime.engine.follow import HttpProgress, ProgressSource
@@ -16,10 +17,12 @@ from kimi_runtime.engine.plan import Runner
 from kimi_runtime.engine.pull import BlockReader
 from kimi_runtime.engine.releases import Releaser
 from kimi_runtime.engine.scheduler import Scheduler, SchedulerLimits
+from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.engine.store import PoolWriter
 from kimi_runtime.spec.worker import EngineLimits, WorkerInfo
 from kimi_runtime.transfer.base import Transport
 from kimi_runtime.transfer.memory import Memory
+from kimi_runtime.umbp.checkpoints import Checkpoints
 from kimi_runtime.umbp.feed import FeedLog
 
 
@@ -38,6 +41,9 @@ class Backing:
     pool: Pool | None = None
     call_key: bytes | None = None
     progress: ProgressSource | None = None
+    states: StateMemory | None = None
+    """Of a runner whose model has a recurrent state; `checkpoints` keeps them in `pool`."""
+    checkpoints: Checkpoints | None = None
 
 
 def assemble(
@@ -72,6 +78,7 @@ def assemble(
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
             max_context_tokens=info.max_context_tokens,
+            checkpoints=None if backing.states is None else CheckpointPolicy(info.block_tokens),
         ),
     )
     reader = hand_offs = progress = releaser = writer = None
@@ -101,6 +108,7 @@ def assemble(
             max_pinned=max(1, info.total_blocks // 8),
             deadline_s=deadline_s,
             freed=freed,
+            checkpoints=backing.checkpoints,
         )
     fetcher = Fetcher(
         blocks,
@@ -111,6 +119,8 @@ def assemble(
         pool=backing.pool,
         deadline_s=deadline_s,
         freed=freed,
+        states=backing.states,
+        checkpoints=backing.checkpoints,
     )
     parts = Parts(
         runner=backing.runner,
@@ -122,5 +132,6 @@ def assemble(
         progress=progress,
         releaser=releaser,
         writer=writer,
+        states=backing.states,
     )
     return ReferenceAdapter(info, model, feed, parts)

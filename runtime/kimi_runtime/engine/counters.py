@@ -32,6 +32,9 @@ class EngineCounters:
     """Blocks the pool took, those it held already included."""
     pool_dropped: int = 0
     """Blocks not offered to the pool, or refused by it."""
+    states_stored: int = 0
+    states_dropped: int = 0
+    """States that were to be kept and are not: too many waited, or the pool had no room."""
     pool_failures: Counter[str] = field(default_factory=Counter)
     """Loads from the pool that did not end in a hit or a miss, by outcome."""
     hand_offs_offered: int = 0

@@ -22,7 +22,9 @@ from kimi_runtime.engine.geometry import BlockView
 from kimi_runtime.engine.pace import PrefillPace
 from kimi_runtime.engine.pull import BlockReader, Readable, Wanted
 from kimi_runtime.engine.request import Fetched, Request
+from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.spec.request import HandOff
+from kimi_runtime.umbp.checkpoints import Checkpoints
 
 _DISTRUSTED_KEYS = 65_536
 
@@ -88,10 +90,14 @@ class Fetcher:
         pool: Pool | None,
         deadline_s: float,
         freed: Freed,
+        states: StateMemory | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
+        """`states` are those of a model that has them; `checkpoints` keeps them in the pool."""
         self._blocks, self._view, self._counters = blocks, view, counters
         self._reader, self._progress, self._pool = reader, progress, pool
         self._deadline_s, self._freed = deadline_s, freed
+        self._states, self._checkpoints = states, checkpoints
         self.pace = PrefillPace()
         """How fast prompts are computed here, which what is fetched is weighed against."""
         self._reserving = asyncio.Lock()
@@ -113,6 +119,9 @@ class Fetcher:
 
     async def fetch(self, request: Request, take: HandOff | None) -> None:
         """Give the request what KV there is. If this raises, the request holds nothing."""
+        if self._states is not None:
+            await self._from_checkpoint(request, self._states, take)
+            return
         if take is None and self._pool is None:
             return
         size = request.chain.block_tokens
@@ -130,6 +139,38 @@ class Fetcher:
             self._blocks.release(blocks)
             self._freed()
             raise
+
+    async def _from_checkpoint(
+        self, request: Request, states: StateMemory, take: HandOff | None
+    ) -> None:
+        """Go on from the deepest boundary of which the pool brings blocks and state."""
+        if take is not None:
+            self._failed(request, "state")  # a hand-off brings blocks, which alone are no use
+        if self._checkpoints is None:
+            return
+        keys = self._trusted(request.reusable_keys)
+        found, run = await self._checkpoints.deepest(keys, deadline_s=self._deadline_s)
+        if run > found:
+            request.refused.add(run * request.chain.block_tokens)
+        reserved = await self._reserve(request, found, within_s=self._deadline_s) if found else None
+        if reserved is None:
+            return
+        restored = 0
+        try:
+            result = await self._checkpoints.restore(
+                keys[:found],
+                [self._view(block) for block in reserved],
+                states.state(request.number),
+                deadline_s=self._deadline_s,
+                tenant=request.tenant,
+            )
+            restored = result.blocks
+            if result.outcome not in (Outcome.HIT, Outcome.MISS):
+                self._counters.pool_failures[result.outcome.value] += 1
+        finally:
+            self._settle(request, restored, "pool")
+            if not restored:
+                states.drop(request.number)
 
     async def _from_hand_off(self, request: Request, take: HandOff) -> None:
         if self._reader is None:

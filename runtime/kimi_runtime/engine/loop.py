@@ -22,6 +22,7 @@ from kimi_runtime.engine.plan import RowsFailed, Runner, Sampled, StepPlan
 from kimi_runtime.engine.releases import Releaser
 from kimi_runtime.engine.sampler import NothingAllowed, RequestSampler
 from kimi_runtime.engine.scheduler import Scheduler
+from kimi_runtime.engine.states import KeptState, StateMemory
 from kimi_runtime.engine.store import PoolWriter
 from kimi_runtime.engine.stream import Stream
 from kimi_runtime.errors import KimistackError, RequestError
@@ -43,6 +44,7 @@ class Parts:
     progress: HttpProgress | None = None
     releaser: Releaser | None = None
     writer: PoolWriter | None = None
+    states: StateMemory | None = None
 
 
 class StepLoop:
@@ -52,6 +54,8 @@ class StepLoop:
         self._parts = parts
         self._scheduler, self._counters = parts.scheduler, parts.counters
         self._streams: dict[int, Stream] = {}
+        self._stepping: frozenset[int] = frozenset()
+        """Requests that the runner's thread computes just now."""
         self._wake = parts.freed.steps
         self._closed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -77,6 +81,10 @@ class StepLoop:
         """Give back all that the request holds; may be called again."""
         if self._streams.pop(stream.request.number, None) is not None:
             self._scheduler.remove(stream.request)
+            if self._parts.writer is not None and stream.last_state is not None:
+                self._parts.writer.offer_state(stream.last_state)
+            if self._parts.states is not None and stream.request.number not in self._stepping:
+                self._parts.states.drop(stream.request.number)
             self._parts.freed()
 
     async def aclose(self) -> None:
@@ -136,7 +144,9 @@ class StepLoop:
             samplers = self._samplers(plan)
             compute = partial(self._compute, group_done=self._group_watch(plan, loop))
             start_s = clock.now_s()
+            self._stepping = frozenset(row.request for row in plan.rows)
             sampled, failures = await loop.run_in_executor(thread, compute, plan, samplers)
+            self._stepping = frozenset()
             rows = ((row.start, len(row.ids)) for row in plan.rows)
             self._parts.fetcher.pace.step(rows, clock.now_s() - start_s)
             self._take_in(plan, sampled, failures)
@@ -182,7 +192,8 @@ class StepLoop:
         group_done: Callable[[int], None] | None = None,
     ) -> tuple[list[Sampled], dict[int, Exception]]:
         """Run the plan in the runner's thread; if it breaks, each row alone, to find whose fault
-        it is: rows are independent, and computing one again writes the same bytes.
+        it is: rows are independent, and computing one again writes the same bytes. Not so a state,
+        which may have gone on already.
         """
         try:
             return list(self._parts.runner.run(plan, samplers, group_done=group_done)), {}
@@ -191,8 +202,8 @@ class StepLoop:
         except Exception as exc:
             self._counters.failed_steps += 1
             _log.exception("a step of %d rows failed", len(plan.rows))
-            if len(plan.rows) == 1:
-                return [], {plan.rows[0].request: exc}
+            if len(plan.rows) == 1 or self._parts.states is not None:
+                return [], {row.request: exc for row in plan.rows}
         sampled: list[Sampled] = []
         failures: dict[int, Exception] = {}
         for row in plan.rows:
@@ -210,6 +221,8 @@ class StepLoop:
         sealed = self._scheduler.commit(plan, sampled, failures)
         if self._parts.writer is not None:
             self._parts.writer.offer(sealed)
+        if self._parts.states is not None:
+            self._keep_states(plan, self._parts.states, failures)
         for number, exc in failures.items():
             if (stream := self._streams.get(number)) is not None:
                 self._fail(stream, exc)
@@ -223,6 +236,26 @@ class StepLoop:
                     self._parts.hand_offs.advance(stream.request)
         self._tell_completed()
         self._parts.freed()
+
+    def _keep_states(
+        self, plan: StepPlan, states: StateMemory, failures: Mapping[int, Exception]
+    ) -> None:
+        """Copy the states that are worth it. While an answer grows only the newest is: it goes to
+        the pool when the turn ends.
+        """
+        for row in plan.rows:
+            stream = self._streams.get(row.request)
+            if stream is None:
+                states.drop(row.request)  # it left while the step ran
+            if stream is None or not row.keep_state or row.request in failures:
+                continue
+            request, end = stream.request, row.start + len(row.ids)
+            keys = tuple(request.chain.keys[: end // request.chain.block_tokens])
+            kept = KeptState(keys, bytes(states.state(row.request)), request.tenant)
+            if end > request.prompt_tokens:
+                stream.last_state = kept
+            elif self._parts.writer is not None:
+                self._parts.writer.offer_state(kept)
 
     def _push(self, stream: Stream, drawn: Sampled) -> None:
         self._counters.output_tokens += 1

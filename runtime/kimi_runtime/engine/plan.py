@@ -26,6 +26,8 @@ class Row:
     blocks: tuple[int, ...]
     sample: bool
     """Draw the next id from the logits after the row's last token."""
+    keep_state: bool = False
+    """The state after the row's last token is worth keeping, of a model that has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     fetched: dict[int, Fetched] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    """Positions up to which all blocks were there, but no state to go on with."""
     hand_off_bytes: int = 0
     hand_off_early_bytes: int = 0
     hand_off_failure: str | None = None

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kimi_runtime.engine.blocks import KvBlocks
+from kimi_runtime.engine.checkpoint_policy import CheckpointPolicy
 from kimi_runtime.engine.plan import Row, Sampled, StepPlan
 from kimi_runtime.engine.request import Request
 from kimi_runtime.errors import CapacityError, Overloaded, RequestError
@@ -30,6 +31,9 @@ class SchedulerLimits:
     max_running: int
     max_waiting: int
     max_context_tokens: int
+    checkpoints: CheckpointPolicy | None = None
+    """Of a model with a state: where chunks end so that it can be kept. Such a model goes on from
+    cached blocks only where the request brings the state with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +212,13 @@ class Scheduler:
 
     def _plan_row(self, request: Request, draft: _Draft) -> None:
         """Add the request's row: as many tokens as budget and blocks allow, maybe none."""
+        start, known, policy = request.computed, len(request.tokens), self.limits.checkpoints
         count = min(request.lacking, draft.budget)
+        if policy is not None:
+            count = min(count, policy.stop(start, known, request.refused) - start)
         count = self._fit(request, count, draft)
         if count <= 0:
             return
-        start = request.computed
         end = start + count
         draft.add(
             Row(
@@ -220,7 +226,8 @@ class Scheduler:
                 start=start,
                 ids=tuple(request.tokens[start:end]),
                 blocks=_front(request.blocks, self._blocks_for(end)),
-                sample=request.samples and end == len(request.tokens),
+                sample=request.samples and end == known,
+                keep_state=policy is not None and policy.wanted(end, known, request.refused),
             )
         )
 
@@ -254,8 +261,8 @@ class Scheduler:
     def _take_cached(self, request: Request) -> None:
         """Continue the request's blocks with cached ones."""
         size = self.limits.block_tokens
-        if request.computed % size:
-            return  # it ends in a private tail
+        if request.computed % size or self.limits.checkpoints is not None:
+            return  # it ends in a private tail, or its state does not belong to what is cached
         more = self.blocks.acquire(request.reusable_keys[len(request.blocks) :])
         request.blocks.extend(more)
         request.computed = len(request.blocks) * size

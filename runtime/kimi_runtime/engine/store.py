@@ -15,8 +15,11 @@ from kimi_runtime.engine.fetch import Pool
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import BlockView
 from kimi_runtime.engine.scheduler import SealedBlock
+from kimi_runtime.engine.states import KeptState
+from kimi_runtime.umbp.checkpoints import Checkpoints
 
 _BATCH_BLOCKS = 32
+_WAITING_STATES = 4
 
 
 class PoolWriter:
@@ -32,9 +35,13 @@ class PoolWriter:
         max_pinned: int,
         deadline_s: float,
         freed: Freed,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
+        """`checkpoints` keeps the states of a model that has them, in the same pool."""
         self._pool, self._blocks, self._view, self._counters = pool, blocks, view, counters
         self._max_pinned, self._deadline_s, self._freed = max_pinned, deadline_s, freed
+        self._checkpoints = checkpoints
+        self._states: deque[KeptState] = deque()
         self._queue: deque[SealedBlock] = deque()
         self._storing: list[SealedBlock] = []
         self._wake = asyncio.Event()
@@ -51,6 +58,15 @@ class PoolWriter:
             self._queue.append(one)
             self._wake.set()
             self._idle.clear()
+
+    def offer_state(self, kept: KeptState) -> None:
+        """Keep a state once its blocks are stored, or drop it if too many wait."""
+        if len(self._states) >= _WAITING_STATES:
+            self._counters.states_dropped += 1
+            return
+        self._states.append(kept)
+        self._wake.set()
+        self._idle.clear()
 
     def holders(self) -> list[list[int]]:
         """The pinned blocks, for `KvBlocks.check_integrity`."""
@@ -69,8 +85,11 @@ class PoolWriter:
         """Store until cancelled."""
         while True:
             self._wake.clear()
-            while self._queue:
-                await self._store_batch()
+            while self._queue or self._states:
+                if self._queue:
+                    await self._store_batch()
+                else:
+                    await self._store_state(self._states.popleft())
             self._idle.set()
             await self._wake.wait()
 
@@ -79,6 +98,16 @@ class PoolWriter:
         self._counters.pool_dropped += len(self._queue)
         self._blocks.release([one.block for one in self._queue])
         self._queue.clear()
+        self._states.clear()
+
+    async def _store_state(self, kept: KeptState) -> None:
+        """Its blocks were offered before it and have been stored, or are not in the pool."""
+        assert self._checkpoints is not None
+        stored = await self._checkpoints.keep(
+            kept.keys, memoryview(kept.state), deadline_s=self._deadline_s, tenant=kept.tenant
+        )
+        self._counters.states_stored += stored
+        self._counters.states_dropped += not stored
 
     async def _store_batch(self) -> None:
         tenant = self._queue[0].tenant

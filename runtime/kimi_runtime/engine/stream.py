@@ -10,6 +10,7 @@ from kimi_runtime.engine.ending import Ending
 from kimi_runtime.engine.plan import Sampled
 from kimi_runtime.engine.request import Request
 from kimi_runtime.engine.sampler import RequestSampler
+from kimi_runtime.engine.states import KeptState
 from kimi_runtime.errors import DeadlineExceeded, KimistackError
 from kimi_runtime.spec.request import (
     FinishReason,
@@ -49,6 +50,8 @@ class Stream:
     """When a step first computed a part of it."""
     computed_s: float | None = None
     """When its first id was drawn or, if none is wanted, its prompt's KV was there."""
+    last_state: KeptState | None = None
+    """The newest state behind a whole block of the answer, of a model that has states."""
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _sent: bool = False
