@@ -3,6 +3,7 @@
 import asyncio
 import io
 import secrets
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -10,6 +11,7 @@ from contextlib import (
     aclosing,
     asynccontextmanager,
 )
+from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import quote
 
@@ -20,6 +22,7 @@ from yarl import URL
 from kimi_runtime import clock
 from kimi_runtime.auth import HEADER, NONCE_BYTES, sign
 from kimi_runtime.errors import (
+    ConfigError,
     DeadlineExceeded,
     KimistackError,
     Overloaded,
@@ -42,6 +45,23 @@ RELEASE_S = 2.0
 TRACE_HEADER = "X-Request-ID"
 FEED_SILENCE_S = 10.0
 """Owners send a heartbeat every second; silence for this long means that nobody is there."""
+
+
+def open_http(ca: Path | None) -> aiohttp.ClientSession:
+    """The connections that all `PeerClient`s of a router share.
+
+    `ca` signs the certificates of peers whose address begins with https; None: whom the system
+    trusts. ConfigError if it holds no certificate.
+    """
+    trusted: ssl.SSLContext | bool = True
+    if ca is not None:
+        try:
+            trusted = ssl.create_default_context(cafile=str(ca))
+        except OSError as exc:  # also what an unusable PEM raises
+            raise ConfigError(
+                f"pools_ca: {ca} holds no certificate that can be read: {exc}"
+            ) from exc
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trusted))
 
 
 class PeerAbsent(WorkerFailed):

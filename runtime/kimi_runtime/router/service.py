@@ -13,7 +13,7 @@ from kimi_runtime.auth import read_call_key
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.router.admission import Admission
 from kimi_runtime.router.capacity import kv_capacity
-from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.client import PeerClient, open_http
 from kimi_runtime.router.course import Outcome
 from kimi_runtime.router.decisions import Decision, Decisions
 from kimi_runtime.router.discovery import Fleet, Member
@@ -303,11 +303,11 @@ class Router:
 async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator[Router]:
     """A router that follows its workers and pools until the block ends.
 
-    Raises ConfigError if the call key can't be read.
+    Raises ConfigError if the call key or `pools_ca` can't be read.
     """
     call_key = read_call_key(spec.call_key)
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        open_http(spec.pools_ca) as http,
         asyncio.TaskGroup() as tasks,
     ):
         router = Router(spec, vocabulary, http=http, call_key=call_key, tasks=tasks)

@@ -212,6 +212,11 @@ class RouterSpec(SpecModel):
     vocabulary: Path | None = None
     workers: tuple[WorkerEndpoint, ...]
     pools: tuple[PoolEndpoint, ...] = ()
+    pools_ca: Path | None = Field(
+        None,
+        description="PEM: who signs the certificates of pools whose url begins with https; none: "
+        "whom the system trusts.",
+    )
     fleet: Path | None = Field(
         None, description="A FleetSpec file: its workers and pools beside these, as it changes."
     )

@@ -8,7 +8,9 @@ import pytest
 
 from certificates import Authority, needs_openssl
 from kimi_connect.wire import Outcome
-from kimi_runtime.errors import ConfigError, PeerGone
+from kimi_runtime.errors import ConfigError, PeerGone, WorkerFailed
+from kimi_runtime.router.client import PeerClient
+from kimi_runtime.router.client import open_http as open_router_http
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.remote.calls import OwnerCalls, open_http
 from kimi_runtime.umbp.rpc.client import RpcClient
@@ -93,6 +95,21 @@ async def test_probes_reach_an_encrypted_http_face_without_a_certificate(tmp_pat
             assert response.status == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await http.get(f"{daemon.url}/readyz")
+
+
+async def test_a_router_follows_encrypted_pools_whose_authority_it_knows(tmp_path, authority):
+    async with running(pool_spec(tmp_path, tls=authority.issue(tmp_path / "one"))) as daemon:
+        for ca, known in ((authority.certificate, True), (None, False)):
+            async with open_router_http(ca) as http:
+                lines = PeerClient(http, "pool", daemon.url, CALL_KEY).feed(None, 0)
+                if known:
+                    assert (await anext(lines)).owner == "pool"
+                else:
+                    with pytest.raises(WorkerFailed, match="CertificateError"):
+                        await anext(lines)
+                await lines.aclose()
+    with pytest.raises(ConfigError, match="pools_ca"):
+        open_router_http(tmp_path / "nowhere")
 
 
 async def test_a_certificate_made_out_to_a_name_is_good_where_that_name_is_expected(
