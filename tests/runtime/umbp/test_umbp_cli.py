@@ -1,5 +1,6 @@
-"""`kimistack umbp …` against a daemon that runs: as a process, found as a person finds it."""
+"""`kimistack umbp …` against a daemon that runs: found as a person finds it."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from contextlib import aclosing
 
 import pytest
+from typer.testing import CliRunner
 
+from kimi_runtime.cli import app
 from kimi_runtime.settings import pool_specs
 from kimi_runtime.umbp.client import open_pool
 from pool_daemon import CALL_KEY, DaemonProcess, blocks_of, keys_of, pool_spec, targets
@@ -28,15 +31,26 @@ def home(tmp_path_factory):
 
 
 def umbp(folder, *words):
-    """A command's exit status and what it printed."""
+    """A command's exit status and what it printed, run here."""
+    environment = {"KIMISTACK_HOME": str(folder), "COLUMNS": "200"}
+    done = CliRunner().invoke(app, ["umbp", *map(str, words)], env=environment)
+    return done.exit_code, done.stdout, done.stderr
+
+
+async def asked(folder, *words):
+    """The same beside what this test's loop does."""
+    return await asyncio.to_thread(umbp, folder, *words)
+
+
+def test_the_command_is_one_of_the_runtime_s_processes(home):
+    folder, _ = home
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "KIMISTACK_HOME": str(folder),
-        "COLUMNS": "200",
     }
-    command = [sys.executable, "-m", "kimi_runtime.cli", "umbp", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    return done.returncode, done.stdout, done.stderr
+    command = [sys.executable, "-m", "kimi_runtime.cli", "umbp", "inspect", "-o", "json"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
+    assert json.loads(done.stdout)["name"] == "pool"
 
 
 async def test_a_person_looks_at_the_pool_checks_it_and_makes_room(home):
@@ -47,11 +61,11 @@ async def test_a_person_looks_at_the_pool_checks_it_and_makes_room(home):
         assert (await client.load(keys_of(8), targets(8), deadline_s=SOON_S)).blocks == 6
         await client.held(keys)
 
-    status, text, _ = umbp(folder, "inspect")
+    status, text, _ = await asked(folder, "inspect")
     assert status == 0
     for word in ("pool: ready", "memory", "acme", "not_computed", keys[0].hex()[:12]):
         assert word in text
-    status, text, _ = umbp(folder, "inspect", "--hottest", 1, "-o", "json")
+    status, text, _ = await asked(folder, "inspect", "--hottest", 1, "-o", "json")
     told = json.loads(text)
     assert told["funnel"] == {
         "looked_up": 8,
@@ -61,10 +75,29 @@ async def test_a_person_looks_at_the_pool_checks_it_and_makes_room(home):
     }
     (hottest,) = told["hottest"]
     assert (hottest["key"] in {key.hex() for key in keys}, hottest["uses"]) == (True, 2)
-    assert umbp(folder, "verify", "--rate", "1GiB/s")[1].startswith("memory: 6 of 6 blocks checked")
-    status, text, _ = umbp(folder, "evict", "--key", keys[5].hex(), "-o", "json")
+    assert (await asked(folder, "verify", "--rate", "1GiB/s"))[1].startswith(
+        "memory: 6 of 6 blocks checked"
+    )
+    status, text, _ = await asked(folder, "evict", "--key", keys[5].hex(), "-o", "json")
     assert (status, json.loads(text)["blocks"]) == (0, 1)
-    assert json.loads(umbp(folder, "evict", "--tenant", "acme", "-o", "json")[1])["blocks"] == 5
+    assert (
+        json.loads((await asked(folder, "evict", "--tenant", "acme", "-o", "json"))[1])["blocks"]
+        == 5
+    )
+
+
+async def test_damage_is_named_dropped_and_an_exit_status(home):
+    folder, spec = home
+    keys = keys_of(3, 500)
+    async with aclosing(await open_pool(spec.socket, CALL_KEY)) as client:
+        await client.store(keys, blocks_of(keys), deadline_s=SOON_S)
+        arena = client._arena
+        found = arena.directory.find(keys[1])
+        next(arena.parts(found.block.extents, found.block.size))[9] ^= 4
+        status, text, _ = await asked(folder, "verify", "--tier", "memory")
+        assert (status, f"damaged, dropped: {keys[1].hex()}" in text) == (1, True)
+        assert [await client.held([key]) for key in keys] == [1, 0, 1]
+    assert (await asked(folder, "verify"))[0] == 0
 
 
 def test_what_cannot_be_done_is_one_line_and_a_status(home, tmp_path):
@@ -85,6 +118,16 @@ def test_what_cannot_be_done_is_one_line_and_a_status(home, tmp_path):
     assert umbp(folder)[0] == 2
     status, text, _ = umbp(folder, "reload")
     assert (status, "not started from a file" in text) == (1, True)
+
+
+def test_a_drain_says_what_is_lost_with_a_node_that_has_no_peers(home):
+    folder, _ = home
+    status, text, _ = umbp(folder, "drain", "--within", "2s")
+    assert (status, "kept: 0 blocks" in text, "lost with this node: 2 blocks" in text) == (
+        *(0, True),
+        True,
+    )
+    assert umbp(folder, "inspect")[1].startswith("pool: drained")
 
 
 def test_the_newest_pool_of_kimistack_up_comes_first(tmp_path):
