@@ -121,6 +121,7 @@ def assemble(
         freed=freed,
         states=backing.states,
         checkpoints=backing.checkpoints,
+        keep=None if writer is None else writer.offer,
     )
     parts = Parts(
         runner=backing.runner,

@@ -7,7 +7,7 @@ failure means that the missing tokens are computed instead.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from kimi_runtime.engine.geometry import BlockView
 from kimi_runtime.engine.pace import PrefillPace
 from kimi_runtime.engine.pull import BlockReader, Readable, Wanted
 from kimi_runtime.engine.request import Fetched, Request
+from kimi_runtime.engine.scheduler import SealedBlock
 from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.spec.request import HandOff
 from kimi_runtime.umbp.checkpoints import Checkpoints
@@ -92,12 +93,17 @@ class Fetcher:
         freed: Freed,
         states: StateMemory | None = None,
         checkpoints: Checkpoints | None = None,
+        keep: Callable[[Iterable[SealedBlock]], None] | None = None,
     ) -> None:
-        """`states` are those of a model that has them; `checkpoints` keeps them in the pool."""
+        """`states` are those of a model that has them; `checkpoints` keeps them in the pool.
+
+        `keep` is given the full blocks that a hand-off brought: a node's pool that has the blocks
+        computed there without those before them has ends of prompts that nobody finds.
+        """
         self._blocks, self._view, self._counters = blocks, view, counters
         self._reader, self._progress, self._pool = reader, progress, pool
         self._deadline_s, self._freed = deadline_s, freed
-        self._states, self._checkpoints = states, checkpoints
+        self._states, self._checkpoints, self._keep = states, checkpoints, keep
         self.pace = PrefillPace()
         """How fast prompts are computed here, which what is fetched is weighed against."""
         self._reserving = asyncio.Lock()
@@ -333,11 +339,16 @@ class Fetcher:
         """The first `good` reserved blocks are the request's now; the others are given back."""
         reserved = self._reserved.pop(request.number)
         size, keys = request.chain.block_tokens, request.reusable_keys
+        brought: list[SealedBlock] = []
         for block in reserved[:good]:
             index = len(request.blocks)
             shared = index < len(keys)
             request.blocks.append(self._blocks.seal(block, keys[index]) if shared else block)
             request.fetched[index] = source
+            if shared and source == "hand_off":
+                brought.append(SealedBlock(keys[index], request.blocks[-1], request.tenant))
+        if self._keep is not None:
+            self._keep(brought)
         most = len(request.tokens) - request.samples
         request.computed = min(len(request.blocks) * size, most)
         lost = reserved[good:]

@@ -121,6 +121,17 @@ async def test_pulled_blocks_serve_the_next_turn():
         assert second.usage.computed_tokens == 1
 
 
+async def test_the_front_that_a_hand_off_brought_is_in_the_pool_of_who_took_it():
+    ids, pool = prompt(1, 23), MemoryPool()
+    async with Pair(pool=pool) as pair:
+        first = await pair.decode.generate(taking(ids, await pair.offer(ids), outputs=9))
+    async with Pair(pool=pool) as pair:
+        turn = [*ids, *first.ids, *prompt(2, 6)]
+        second = await pair.decode.generate(request(turn, 6))
+        assert second.ids == await alone(turn)
+        assert second.usage.pool_tokens == 28
+
+
 async def test_a_prompt_offered_again_has_the_tags_of_its_blocks_as_they_are_now():
     ids = prompt(1, 23)
     async with Pair() as pair:
