@@ -1,7 +1,9 @@
-"""What the router adds: latency of passing through it, and how many chunks a second it streams.
+"""What the router adds: latency of passing through it, chunks a second it streams, memory it takes.
 
 Worker, router and client are processes of their own; the worker is the scripted engine, which takes
-no time. Run `python benchmarks/router.py`; it prints one table. A chunk carries one token id.
+no time. Run `python benchmarks/router.py`; it prints one table. A chunk carries one token id. The
+memory is what the router grows by for answers that have begun and then say nothing, over their
+number.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ from scripted_stack import (
 )
 
 TOKENS = 400
+HELD_TOKENS = 7
+"""As many ids asked for: the answer stops after the first and its stream stays open."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 TEXT_ID = VOCABULARY.encode_text("fox")[0]
 STOP_ID = VOCABULARY.special("<|im_end|>")
@@ -46,7 +50,9 @@ STOP_ID = VOCABULARY.special("<|im_end|>")
 
 def script(request: GenerateRequest) -> Reply:
     """As many ids as were asked for."""
-    return Reply(islice(repeat(TEXT_ID), request.sampling.max_tokens))
+    count = request.sampling.max_tokens
+    stall_after = 1 if count == HELD_TOKENS else None
+    return Reply(islice(repeat(TEXT_ID), count), stall_after=stall_after)
 
 
 async def _worker(folder: Path, pipe: Any) -> None:
@@ -96,20 +102,36 @@ async def _direct(client: PeerClient, ids: tuple[int, ...], tokens: int, number:
     return first_s
 
 
-async def _routed(http: aiohttp.ClientSession, tokens: int, number: int) -> float:
-    """Seconds to the first event, through the router; a conversation of its own each time."""
-    body = {
+def _body(tokens: int, number: int) -> dict[str, Any]:
+    """A conversation of its own for each number."""
+    return {
         "model": MODEL,
         "messages": [{"role": "user", "content": f"{number} {PROMPT}"}],
         "max_tokens": tokens,
         "stream": True,
     }
+
+
+async def _routed(http: aiohttp.ClientSession, tokens: int, number: int) -> float:
+    """Seconds to the first event, through the router."""
     started_s, first_s = clock.now_s(), 0.0
-    async with http.post("/v1/chat/completions", json=body) as answer:
+    async with http.post("/v1/chat/completions", json=_body(tokens, number)) as answer:
         assert answer.status == 200, await answer.text()
         async for _ in answer.content.iter_any():
             first_s = first_s or clock.now_s() - started_s
     return first_s
+
+
+async def _held_bytes(http: aiohttp.ClientSession, router_pid: int, streams: int) -> float:
+    """Memory that the router takes for each of `streams` answers that are open at once."""
+    before = _resident_bytes(router_pid)
+    async with AsyncExitStack() as opened:
+        for number in range(streams):
+            post = http.post("/v1/chat/completions", json=_body(HELD_TOKENS, number))
+            answer = await opened.enter_async_context(post)
+            assert answer.status == 200, await answer.text()
+            await answer.content.readany()
+        return (_resident_bytes(router_pid) - before) / streams
 
 
 async def _rate(call: Any, *, streams: int, tokens: int) -> float:
@@ -141,11 +163,21 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _resident_bytes(pid: int) -> int:
+    """Memory of the process that is not part of a file."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+
 async def _measure(
-    worker_url: str, router_url: str, router_pid: int, requests: int, streams: int
+    worker_url: str, router_url: str, router_pid: int, options: argparse.Namespace
 ) -> None:
     ids = tuple(VOCABULARY.encode_text(PROMPT))
-    async with aiohttp.ClientSession() as inner, aiohttp.ClientSession(router_url) as outer:
+    requests, streams = options.requests, options.streams
+    async with AsyncExitStack() as owned:
+        inner = await owned.enter_async_context(aiohttp.ClientSession())
+        free = aiohttp.TCPConnector(limit=0)  # by default at most a hundred connections at once
+        outer = await owned.enter_async_context(aiohttp.ClientSession(router_url, connector=free))
         worker = PeerClient(inner, "w", worker_url, CALL_KEY.encode())
 
         async def direct(tokens: int, number: int) -> float:
@@ -164,6 +196,7 @@ async def _measure(
             rate = await _rate(call, streams=streams, tokens=TOKENS)
             marks.append(_cpu_s(router_pid))
             rows.append((name, latencies, rate))
+        held_kib = await _held_bytes(outer, router_pid, options.held) / 1024
     print(f"{requests} requests of {len(ids)} prompt tokens; {streams} concurrent streams")
     print(f"{platform.machine()}, Python {platform.python_version()}")
     print("| path             |   p50 ms |   p99 ms |   chunks/s |")
@@ -177,6 +210,7 @@ async def _measure(
     request_ms = (marks[1] - marks[0]) / requests * 1e3
     chunk_us = (marks[2] - marks[1]) / (streams * TOKENS) * 1e6
     print(f"processor time of the router: {request_ms:.2f} ms a request, {chunk_us:.0f} us a chunk")
+    print(f"memory of the router: {held_kib:.0f} KiB for each of {options.held} open streams")
 
 
 def main() -> None:
@@ -184,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--held", type=int, default=500, help="streams open at once, for memory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -193,9 +228,7 @@ def main() -> None:
         router_pipe, router = _process(_router, folder, worker_url)
         router_url = router_pipe.recv()
         try:
-            asyncio.run(
-                _measure(worker_url, router_url, router.pid, options.requests, options.streams)
-            )
+            asyncio.run(_measure(worker_url, router_url, router.pid, options))
         finally:
             for pipe, process in ((router_pipe, router), (worker_pipe, worker)):
                 pipe.send("stop")

@@ -1,4 +1,5 @@
-"""How fast KV moves between two processes of this host, and how many bytes a hand-off moves.
+"""How fast KV moves between two processes of this host, how long a small read takes, and how many
+bytes a hand-off moves.
 
     PYTHONPATH=runtime python benchmarks/transfer.py [--rounds 9] [--streams 4] [--folder DIR]
 
@@ -39,6 +40,8 @@ BLOCK_BYTES = (64 << 10, 1 << 20, 4 << 20)
 TCP_CASES = (*((BATCH_BYTES, size) for size in BLOCK_BYTES), (REGION_BYTES, 1 << 20))
 TARGET_FROM_BYTES = 1 << 20
 SHM_TARGET, TCP_TARGET = 0.7, 0.8
+SMALL_BYTES = 4 << 10
+SMALL_READS = 300
 SLICE_S = 0.3
 DEADLINE_S = 60.0
 
@@ -57,6 +60,19 @@ async def main(name, path, size, key):
     await transport.aclose()
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].encode()))
 """
+
+
+ECHO = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection = server.accept()[0]
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    answer = bytes(int(sys.argv[1]))
+    while connection.recv(64):
+        connection.sendall(answer)
+"""
+"""The least that a read over TCP can do: a question of 64 bytes, an answer, blocking calls."""
 
 
 @contextlib.contextmanager
@@ -180,6 +196,50 @@ async def iperf3(streams: int, size: int) -> float:
     return float(json.loads(printed)["end"]["sum_received"]["bits_per_second"]) / 8
 
 
+async def measure_latency(folder: Path, rounds: int) -> list[list[str]]:
+    """Rows: one block of 4 KiB at a time."""
+    rows = []
+    into = memoryview(bytearray(SMALL_BYTES))
+    with echo() as ask:
+        for name in ("shm", "tcp"):
+            async with session(name, folder, 1) as one:  # type: ignore[arg-type]
+                ours, other = [], []
+                for _ in range(rounds):
+                    for turn in range(SMALL_READS):
+                        start_s = time.perf_counter()
+                        span = Span(turn * SMALL_BYTES, 0, SMALL_BYTES)
+                        await one.read([span], into, deadline_s=DEADLINE_S)
+                        ours.append(time.perf_counter() - start_s)
+                    for _ in range(SMALL_READS):
+                        start_s = time.perf_counter()
+                        ask(into)
+                        other.append(time.perf_counter() - start_s)
+            p50, p99 = (statistics.quantiles(ours, n=100)[at] * 1e6 for at in (49, 98))
+            base = statistics.median(other) * 1e6
+            figures = [f"{p50:.0f} us, p99 {p99:.0f} us", f"{base:.0f} us", f"{p50 / base:.2f}", ""]
+            rows.append([f"{name} read / socket round trip", format_bytes(SMALL_BYTES), *figures])
+    return rows
+
+
+@contextlib.contextmanager
+def echo() -> Iterator[Callable[[memoryview], None]]:
+    """Asks another process for SMALL_BYTES over one connection."""
+    command = [sys.executable, "-c", ECHO, str(SMALL_BYTES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        with socket.create_connection(("127.0.0.1", int(process.stdout.readline()))) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def ask(into: memoryview) -> None:
+                connection.sendall(bytes(64))
+                missing = into
+                while missing:
+                    missing = missing[connection.recv_into(missing) :]
+
+            yield ask
+        process.wait()
+
+
 async def measure_hand_off(folder: Path, streams: int) -> list[list[str]]:
     """Rows: bytes that pass when the destination has some of the blocks already."""
     rows = []
@@ -229,6 +289,7 @@ async def main() -> None:
         if shutil.which("iperf3") is None:
             print("iperf3 is not installed: tcp has nothing to be compared to (nan)")
         rows += await measure_tcp(folder, args.rounds, args.streams)
+        rows += await measure_latency(folder, args.rounds)
         rows += await measure_hand_off(folder, args.streams)
     show(rows)
     judged = [cells for cells in rows if cells[5].startswith("≥")]
