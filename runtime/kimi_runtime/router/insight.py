@@ -109,10 +109,15 @@ class Insight:
         need = -(-need_tokens // info.block_tokens)
         if load.running and load.free_blocks < need * (load.waiting + 1):
             releases = self._releases(self.planner, info, load, now_s=now_s)
+        utilisation = self._reports.utilisation(info.name)
+        if not load.certain:  # as busy as the others, if not more
+            typical = self._reports.typical_utilisation()
+            told = [share for share in (utilisation, typical) if share is not None]
+            utilisation = max(told, default=None)
         return Facts(
             kind,
             age_s,
-            self._reports.utilisation(info.name),
+            utilisation,
             # some of what is held is in use and not free, so that this is a lower bound
             None if held is None else max(load.free_blocks - held, 0),
             self.space.per_block_s(info.name, now_s=now_s),

@@ -135,9 +135,11 @@ class Ledger:
         certain = list(known.values())
         count = max(len(certain), 1)
         requests = sum(load.waiting + load.running for load in certain) // count
+        running = sum(load.running for load in certain) // count
         queued = sum(load.queued_tokens for load in certain) // count
         return {
-            name: known.get(name) or self._guess(name, requests=requests, queued=queued)
+            name: known.get(name)
+            or self._guess(name, requests=requests, running=running, queued=queued)
             for name in names
         }
 
@@ -163,16 +165,17 @@ class Ledger:
         )
         return state.load
 
-    def _guess(self, name: str, *, requests: int, queued: int) -> Load:
+    def _guess(self, name: str, *, requests: int, running: int, queued: int) -> Load:
         state = self._state(name)
         own = list(state.entries.values())
         old = state.report
         if old is not None:  # an old report is a floor under the guess
             requests = max(requests, old.waiting + old.running)
+            running = max(running, old.running)
             queued = max(queued, old.queued_tokens)
         return Load(
-            waiting=max(requests, len(own)) + UNCERTAIN_PENALTY_REQUESTS,
-            running=0,
+            waiting=max(requests - running, len(own) - running, 0) + UNCERTAIN_PENALTY_REQUESTS,
+            running=running,
             queued_tokens=max(queued, _open_tokens(own)),
             free_blocks=old.free_blocks if old is not None else 0,
             total_blocks=old.total_blocks if old is not None else 0,

@@ -68,6 +68,11 @@ class Reports:
         known = self._workers.get(worker)
         return None if known is None else known.share
 
+    def typical_utilisation(self) -> float | None:
+        """That of all workers, on average; None while it is known of none."""
+        known = [one.share for one in self._workers.values() if one.share is not None]
+        return sum(known) / len(known) if known else None
+
     def age_s(self, worker: str, *, now_s: float) -> float | None:
         """How old the newest report is; None without any."""
         known = self._workers.get(worker)

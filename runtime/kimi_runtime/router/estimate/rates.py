@@ -17,6 +17,8 @@ AGE_OUT_S = 60.0
 SHEET_SHARE = 0.7
 """Of a data sheet's rate, what a transfer is taken to reach before any was seen."""
 RELATIVE_SD = 0.5
+FARTHEST = 64.0
+"""A link that lost its lanes or its peer may be slower by this; a GPU never is."""
 
 
 class LinkRate(NamedTuple):
@@ -53,6 +55,7 @@ class LinkRates:
             (max(spec.latency, 1e-9), sheet_s / SHEET_SHARE),
             relative_sd=RELATIVE_SD,
             age_out_s=AGE_OUT_S,
+            farthest=FARTHEST,
         )
         self._links[link] = _Known(sheet_s, learned)
         self.least_per_byte_s = min(self.least_per_byte_s or sheet_s, sheet_s)

@@ -72,6 +72,8 @@ class Regression:
     noise_sd: float = 0.1
     forgetting: float = 0.995
     age_out_s: float = 600.0
+    farthest: float = FARTHEST
+    """What is measured is taken to be within this factor of the prior."""
     changes: int = 0
     observations: int = 0
     _information: list[list[float]] = field(init=False)
@@ -113,8 +115,8 @@ class Regression:
         if not (math.isfinite(seconds) and seconds >= 0 and usual > 0):
             return False
         self.observations += 1
-        seconds = min(max(seconds, usual / FARTHEST), usual * FARTHEST)
-        scale = max(expected.mean, usual / FARTHEST)
+        seconds = min(max(seconds, usual / self.farthest), usual * self.farthest)
+        scale = max(expected.mean, usual / self.farthest)
         residual = seconds - expected.mean
         off = residual / math.hypot(expected.sd, 1e-6 * scale)
         changed = self._detect(off)
