@@ -8,7 +8,7 @@ from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.checkpoint_policy import CheckpointPolicy
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch import Fetcher, Pool
-from kimi_runtime.engine.follow import HttpProgress, ProgressSource
+from kimi_runtime.engine.follow import SILENCE_S, HttpProgress, ProgressSource
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import KvGeometry
 from kimi_runtime.engine.handoff import HandOffs, TicketUrls
@@ -98,7 +98,7 @@ def assemble(
         )
     if backing.call_key is not None:
         releaser = Releaser(backing.call_key, counters, deadline_s=deadline_s)
-        progress = HttpProgress(backing.call_key, silence_s=deadline_s)
+        progress = HttpProgress(backing.call_key, silence_s=max(SILENCE_S, deadline_s))
     if backing.pool is not None:
         writer = PoolWriter(
             backing.pool,

@@ -16,13 +16,14 @@ from kimi_runtime import clock
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch_price import Worth, worth_fetching
-from kimi_runtime.engine.follow import ProgressSource, followed, parts_wanted
+from kimi_runtime.engine.follow import SILENCE_S, ProgressSource, followed, parts_wanted
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import BlockView
 from kimi_runtime.engine.pace import PrefillPace
-from kimi_runtime.engine.pull import BlockReader, Readable, Wanted
+from kimi_runtime.engine.pull import BlockReader, Pulled, Readable, Wanted
 from kimi_runtime.engine.request import Fetched, Request
 from kimi_runtime.engine.scheduler import SealedBlock
+from kimi_runtime.engine.state_blocks import blocks_of_state, gather, state_bindings
 from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.spec.request import HandOff
 from kimi_runtime.umbp.checkpoints import Checkpoints
@@ -126,7 +127,8 @@ class Fetcher:
     async def fetch(self, request: Request, take: HandOff | None) -> None:
         """Give the request what KV there is. If this raises, the request holds nothing."""
         if self._states is not None:
-            await self._from_checkpoint(request, self._states, take)
+            if take is None or not await self._with_state(request, self._states, take):
+                await self._from_checkpoint(request, self._states)
             return
         if take is None and self._pool is None:
             return
@@ -146,12 +148,47 @@ class Fetcher:
             self._freed()
             raise
 
-    async def _from_checkpoint(
-        self, request: Request, states: StateMemory, take: HandOff | None
-    ) -> None:
+    async def _with_state(self, request: Request, states: StateMemory, take: HandOff) -> bool:
+        """Take all of a hand-off over, and the state behind it; False if that is not to be had.
+
+        Blocks that are here already are not read. Any number of blocks is no use without the state.
+        """
+        known, size = len(request.tokens) - 1, request.chain.block_tokens
+        told = take.progress_url is not None and take.state_bytes == states.state_bytes
+        keys = request.reusable_keys
+        if not told or take.tokens != known or len(self._trusted(keys)) < len(keys):
+            self._failed(request, "state")
+            return False
+        if not self._may_read(request, take):
+            return False
+        request.blocks = self._blocks.acquire(keys)
+        lacking = range(len(request.blocks), -(-known // size))
+        extra = blocks_of_state(states.state_bytes, self._view(0).nbytes)
+        bindings = [request.chain.binding(n, request.tokens[:known]) for n in lacking]
+        bindings += state_bindings(request.chain, request.tokens[:known], extra)
+        pulled, whole = Pulled(0), False
+        try:
+            pulled = await self._pull(request, take, lacking.start, bindings)
+            whole = pulled.blocks == len(bindings)
+            if whole:
+                copies = [self._view(n) for n in self._reserved[request.number][len(lacking) :]]
+                gather(copies, states.state(request.number))
+        finally:
+            self._settle(
+                request,
+                len(lacking) if whole else 0,
+                "hand_off",
+                still_written=pulled.still_written,
+            )
+            if not whole:
+                blocks, request.blocks, request.computed = request.blocks, [], 0
+                self._blocks.release(blocks)
+                self._freed()
+        self._counters.hand_offs_taken += whole
+        return whole
+
+    async def _from_checkpoint(self, request: Request, states: StateMemory) -> None:
         """Go on from the deepest boundary of which the pool brings blocks and state."""
-        if take is not None:
-            self._failed(request, "state")  # a hand-off brings blocks, which alone are no use
         if self._checkpoints is None:
             return
         keys = self._trusted(request.reusable_keys)
@@ -179,15 +216,7 @@ class Fetcher:
                 states.drop(request.number)
 
     async def _from_hand_off(self, request: Request, take: HandOff) -> None:
-        if self._reader is None:
-            self._failed(request, "no_transport")
-            return
-        refusal = self._reader.refusal(take)
-        if refusal is not None:
-            self._failed(request, refusal)
-            return
-        if take.progress_url is not None and self._progress is None:
-            self._failed(request, "no_progress")
+        if not self._may_read(request, take):
             return
         indices, matching = self._lacking(request, take)
         if not matching:
@@ -195,52 +224,70 @@ class Fetcher:
         if not indices:
             self._counters.hand_offs_taken += matching
             return
+        bindings = [request.chain.binding(index, request.tokens) for index in indices]
+        pulled = Pulled(0)
+        try:
+            pulled = await self._pull(request, take, indices.start, bindings)
+        finally:
+            self._settle(request, pulled.blocks, "hand_off", still_written=pulled.still_written)
+        if pulled.failure is None:
+            self._counters.hand_offs_taken += matching
+
+    def _may_read(self, request: Request, take: HandOff) -> bool:
+        """Whether anything of the hand-off may be read; it is noted why not."""
+        refusal = "no_transport" if self._reader is None else self._reader.refusal(take)
+        if refusal is None and take.progress_url is not None and self._progress is None:
+            refusal = "no_progress"
+        if refusal is not None:
+            self._failed(request, refusal)
+        return refusal is None
+
+    async def _pull(
+        self, request: Request, take: HandOff, first: int, bindings: Sequence[bytes]
+    ) -> Pulled:
+        """Reserve room for the hand-off's blocks from number `first` on, and read them there.
+
+        What was reserved is left to be settled.
+        """
         # A worker short of blocks would be worst off computing the prompt: wait while the lease
         # leaves time for the transfer itself.
         room_s = max(0.0, take.lease_s - 2 * self._deadline_s)
-        reserved = await self._reserve(request, len(indices), within_s=room_s)
+        reserved = await self._reserve(request, len(bindings), within_s=room_s)
         if reserved is None:
             self._failed(request, "no_room")
-            return
-        pulled = 0
-        still_written = False
-        try:
-            async with aclosing(self._readable(request, take, indices, reserved)) as readable:
-                result = await self._reader.pull(
-                    take.regions, readable, len(indices), deadline_s=self._deadline_s
-                )
-            pulled, still_written = result.blocks, result.still_written
-        finally:
-            self._settle(request, pulled, "hand_off", still_written=still_written)
+            return Pulled(0, failure="no_room")
+        assert self._reader is not None
+        async with aclosing(self._readable(take, first, bindings, reserved)) as readable:
+            result = await self._reader.pull(
+                take.regions, readable, len(bindings), deadline_s=self._deadline_s
+            )
         request.hand_off_bytes += result.moved_bytes
         request.hand_off_early_bytes += result.early_bytes
         self._counters.hand_off_bytes += result.moved_bytes
         self._counters.hand_off_early_bytes += result.early_bytes
-        self._counters.hand_off_blocks += pulled
+        self._counters.hand_off_blocks += result.blocks
         if result.transport is not None:
             self._counters.hand_off_transports[result.transport] += 1
         if result.failure is not None:
             self._failed(request, result.failure)
-        else:
-            self._counters.hand_offs_taken += matching
+        return result
 
     async def _readable(
-        self, request: Request, take: HandOff, indices: range, targets: Sequence[int]
+        self, take: HandOff, first: int, bindings: Sequence[bytes], targets: Sequence[int]
     ) -> AsyncGenerator[Readable, None]:
-        """What can be read of the blocks `indices` of the prompt, as it can."""
-        bindings = [request.chain.binding(index, request.tokens) for index in indices]
+        """What can be read of the hand-off's blocks from number `first` on, as it can."""
         if take.progress_url is not None:
             assert self._progress is not None
             assert self._reader is not None
-            lines = followed(self._progress, take, silence_s=self._deadline_s)
-            parts = parts_wanted(
-                lines, targets, bindings, first=indices.start, groups=self._reader.groups
-            )
+            silence_s = max(SILENCE_S, self._deadline_s)
+            lines = followed(self._progress, take, silence_s=silence_s)
+            groups = self._reader.groups
+            parts = parts_wanted(lines, targets, bindings, first=first, groups=groups)
             async with aclosing(parts):
                 async for one in parts:
                     yield one
             return
-        blocks = take.blocks[indices.start : indices.stop]
+        blocks = take.blocks[first : first + len(targets)]
         yield Readable(
             [
                 Wanted(position, source.offset, target, binding, 0, source.tags)
@@ -337,7 +384,7 @@ class Fetcher:
         self, request: Request, good: int, source: Fetched, *, still_written: bool = False
     ) -> None:
         """The first `good` reserved blocks are the request's now; the others are given back."""
-        reserved = self._reserved.pop(request.number)
+        reserved = self._reserved.pop(request.number, [])
         size, keys = request.chain.block_tokens, request.reusable_keys
         brought: list[SealedBlock] = []
         for block in reserved[:good]:

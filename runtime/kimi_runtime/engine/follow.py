@@ -14,11 +14,14 @@ import aiohttp
 from pydantic import ValidationError
 
 from kimi_runtime import clock
+from kimi_runtime.engine.open_offer import HEARTBEAT_S
 from kimi_runtime.engine.pull import HandOffEnded, HandOffFailed, Readable, Wanted
 from kimi_runtime.engine.signed import signed_headers
 from kimi_runtime.errors import PeerGone, RegionGone, TransferLate
 from kimi_runtime.spec.request import HandOff, HandOffPart, HandOffProgress
 
+SILENCE_S = 3 * HEARTBEAT_S
+"""How long an owner may be silent at least, whatever deadlines are."""
 _RETRY_S = 0.05
 _MAX_LINE_BYTES = 8 * 2**20
 

@@ -15,6 +15,7 @@ of one), so bytes of another prompt, model or tenant never pass.
 """
 
 import asyncio
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,9 +30,11 @@ from kimi_runtime.engine.geometry import BlockView, KvGeometry
 from kimi_runtime.engine.open_offer import OpenOffer, Publisher
 from kimi_runtime.engine.plan import Row
 from kimi_runtime.engine.request import Request
+from kimi_runtime.engine.state_blocks import blocks_of_state, spread, state_bindings
 from kimi_runtime.engine.tagging import BlockTags, Untagged
 from kimi_runtime.errors import NotFound
 from kimi_runtime.spec.request import HandOff, HandOffBlock, HandOffProgress, RegionRef
+from kimi_runtime.transfer.background import in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class HandOffs:
         freed: Freed,
     ) -> None:
         self._worker, self._regions, self._geometry = worker, tuple(regions), geometry
-        self._blocks, self._counters = blocks, counters
+        self._blocks, self._view, self._counters = blocks, view, counters
         self._lease_s, self._urls, self._freed = lease_s, urls, freed
         self._tags = BlockTags(geometry, blocks, view)
         self._publisher = Publisher(self._tags, block_bytes=geometry.block_bytes)
@@ -76,6 +79,8 @@ class HandOffs:
         self._open: dict[str, OpenOffer] = {}
         self._computing: dict[int, OpenOffer] = {}
         """By request, those whose prompt is not complete."""
+        self._filling: dict[int, list[int]] = {}
+        """Blocks that states are being copied to, by request."""
         self._changed = asyncio.Event()
 
     async def offer(self, request: Request) -> HandOff:
@@ -95,17 +100,19 @@ class HandOffs:
         self._counters.hand_offs_offered += 1
         return self._ticket(ticket, request.computed, described, progress_url=None)
 
-    def open(self, request: Request) -> HandOff:
+    def open(self, request: Request, *, state_bytes: int = 0) -> HandOff:
         """A ticket for a prompt that is being computed; `advance` tells how far it is.
 
-        It ends with `abandon`, or its lease begins with `complete`.
+        A model with states has one of `state_bytes`, to be added at the prompt's end. The ticket
+        ends with `abandon`, or its lease begins with `complete`.
         """
         ticket = secrets.token_hex(16)
         self._open[ticket] = self._computing[request.number] = OpenOffer(ticket, request)
         self.advance(request)
         self._counters.hand_offs_offered += 1
         url = self._urls.progress(ticket)
-        return self._ticket(ticket, len(request.tokens), (), progress_url=url)
+        told = self._ticket(ticket, len(request.tokens), (), progress_url=url)
+        return told.model_copy(update={"state_bytes": state_bytes})
 
     def advance(self, request: Request) -> None:
         """Blocks of the request have been completed; its last one is when the prompt is."""
@@ -123,6 +130,35 @@ class HandOffs:
             end = row.start + len(row.ids)
             last = end == len(request.tokens)
             self._ready(offer, row.start, end, group + 1, last=last)
+
+    async def add_state(self, request: Request, state: memoryview) -> None:
+        """The state behind the whole prompt, to be read like its blocks.
+
+        Where there are no blocks to put it into it is not told, and the reader has to compute.
+        """
+        offer = self._computing.get(request.number)
+        count = blocks_of_state(state.nbytes, self._geometry.block_bytes)
+        blocks = self._blocks.allocate(count) if offer is not None else None
+        if blocks is None or offer is None:
+            return
+        self._filling[request.number] = blocks
+        try:
+            views = [self._view(block) for block in blocks]
+            await in_thread(lambda stop: spread(state, views), ends_s=math.inf)
+        except BaseException:
+            self._blocks.release(blocks)
+            raise
+        finally:
+            del self._filling[request.number]
+        if offer.end is not None:  # it was let go meanwhile
+            self._blocks.release(blocks)
+            self._freed()
+            return
+        first = -(-len(request.tokens) // self._geometry.block_tokens)
+        bindings = state_bindings(request.chain, request.tokens, count)
+        for index, (block, binding) in enumerate(zip(blocks, bindings, strict=True), first):
+            offer.blocks[index] = block
+            self._publisher.ready(offer, index, self._tags.groups, binding=binding)
 
     def complete(self, request: Request) -> None:
         """The prompt is computed: the lease of its ticket begins."""
@@ -180,7 +216,8 @@ class HandOffs:
     def holders(self) -> list[tuple[int, ...]]:
         """The blocks that are pinned, for `KvBlocks.check_integrity`."""
         computing = [tuple(offer.blocks.values()) for offer in self._computing.values()]
-        return [*computing, *(pin.blocks for pin in self._pins.values())]
+        filling = [tuple(blocks) for blocks in self._filling.values()]
+        return [*computing, *filling, *(pin.blocks for pin in self._pins.values())]
 
     async def run(self) -> None:
         """Expire leases and tell progress, until cancelled."""

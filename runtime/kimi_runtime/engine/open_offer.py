@@ -95,15 +95,22 @@ class Publisher:
         self._queue: deque[_Pending | OpenOffer] = deque()
         self._wake = asyncio.Event()
 
-    def ready(self, offer: OpenOffer, index: int, groups: int) -> None:
-        """The first `groups` layer groups of a pinned block of the prompt hold what they will."""
+    def ready(
+        self, offer: OpenOffer, index: int, groups: int, *, binding: bytes | None = None
+    ) -> None:
+        """The first `groups` layer groups of a pinned block of the prompt hold what they will.
+
+        `binding` is what the tags of a block that is no part of the prompt's KV are bound to.
+        """
         told = offer.groups.get(index, 0)
         if groups <= told:
             return
         offer.groups[index] = groups
         request, block = offer.request, offer.blocks[index]
-        binding = request.chain.binding(index, request.tokens)
-        key = binding if index < len(request.chain.keys) else None
+        key = None
+        if binding is None:
+            binding = request.chain.binding(index, request.tokens)
+            key = binding if index < len(request.chain.keys) else None
         untagged = Untagged(binding, block, told, groups)
         self._queue.append(_Pending(offer, index, key, block * self._block_bytes, untagged))
         self._wake.set()

@@ -30,8 +30,11 @@ class KeyChain:
             self.keys.append(self._last)
 
     def binding(self, index: int, ids: Sequence[int]) -> bytes:
-        """What names block `index` of `ids`: its key, or the like of one for a partial tail."""
-        if index < len(self.keys):
+        """What names block `index` of `ids`: its key, or the like of one for a partial tail.
+
+        `ids` is the list or a front of it, which may end inside a block that is full in the list.
+        """
+        if index < len(self.keys) and (index + 1) * self.block_tokens <= len(ids):
             return self.keys[index]
         parent = self.keys[index - 1] if index else self._root
         return next_key(self._pool_key, parent, ids[index * self.block_tokens :])

@@ -120,6 +120,12 @@ class HandOff(ReportModel):
         "still being computed; `blocks` is empty then. None: all of them are in `blocks`.",
     )
 
+    state_bytes: NonNegativeInt = Field(
+        0,
+        description="Of the state behind `tokens`, of a model that has one: it follows the last "
+        "block in blocks of its own, told by `progress_url` when the prompt is computed.",
+    )
+
     @property
     def regions(self) -> tuple[RegionRef, ...]:
         """Every way to reach the blocks."""

@@ -3,13 +3,20 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncGenerator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hash_engine import BLOCK_TOKENS, Running, Setup, hash_engine, request
+from hash_engine import BLOCK_TOKENS, Answer, Running, Setup, hash_engine, request
 from kimi_connect.states import piece_count, piece_keys
 from kimi_runtime.engine.plan import StepPlan
-from kimi_runtime.errors import KimistackError
+from kimi_runtime.engine.state_blocks import blocks_of_state
+from kimi_runtime.errors import KimistackError, NotFound, RegionGone
+from kimi_runtime.spec.request import HandOffProgress, KvPlan
+from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport
+from kimi_runtime.transfer.loopback import Fabric, LoopbackTransport
 from kimi_runtime.umbp.checkpoints import Checkpoints
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
@@ -150,6 +157,126 @@ async def test_a_failed_step_is_not_computed_twice(tmp_path):
             await one.generate(request(ids))
         assert (await one.generate(request(ids))).ids == await alone(ids)
         assert one.runner.states == {}
+
+
+class Direct:
+    """An owner's progress without a network."""
+
+    def __init__(self) -> None:
+        self.owner: Running | None = None
+
+    async def lines(self, url: str, after: int) -> AsyncGenerator[HandOffProgress, None]:
+        assert self.owner is not None
+        try:
+            async with contextlib.aclosing(self.owner.engine.progress(url, after)) as lines:
+                async for line in lines:
+                    yield line
+        except NotFound as exc:
+            raise RegionGone("no such hand-off") from exc
+
+
+@contextlib.asynccontextmanager
+async def pair(chaos: ChaosPlan | None = None, **prefill):
+    """A prefill and a decode engine without a pool."""
+    fabric, progress = Fabric(), Direct()
+    link = ChaosTransport(LoopbackTransport("d", fabric), chaos or ChaosPlan())
+    shared = {"stateful": True, "blocks": 400, "step_tokens": 8, "deadline_s": 0.5}
+    first = Setup(name="p", transport=LoopbackTransport("p", fabric), **(shared | prefill))
+    second = Setup(name="d", transport=link, progress=progress, **shared)
+    async with hash_engine(first) as source, hash_engine(second) as target:
+        progress.owner = source
+        yield source, target
+
+
+async def handed_over(source: Running, target: Running, ids: list[int]) -> Answer:
+    asked = request(ids, kv=KvPlan(offer=True, early=True))
+    async with asyncio.TaskGroup() as tasks:
+        chunks = source.engine.generate(asked)
+        hand_off = (await anext(chunks)).hand_off
+        assert hand_off is not None
+        taking = tasks.create_task(target.generate(request(ids, kv=KvPlan(take=hand_off))))
+        _ = [chunk async for chunk in chunks]
+    await source.engine.release(hand_off.ticket)
+    return taking.result()
+
+
+STATE_BLOCKS = blocks_of_state(STATE_BYTES, BLOCK_TOKENS * 16)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8, 9, 21, 33])
+async def test_a_hand_off_brings_blocks_and_state_and_decode_computes_one_token(size):
+    ids = prompt(1, size)
+    async with pair() as (source, target):
+        answer = await handed_over(source, target, ids)
+        assert answer.ids == await alone(ids)
+        assert answer.usage.computed_tokens == 1
+        blocks = -(-(size - 1) // BLOCK_TOKENS) + STATE_BLOCKS
+        assert answer.usage.hand_off_bytes == blocks * BLOCK_TOKENS * 16
+        source.assert_all_free()
+        target.assert_all_free()
+        assert source.runner.states == target.runner.states == {}
+
+
+async def test_blocks_that_decode_has_are_not_moved_but_the_state_is():
+    ids = prompt(1, 33)
+    async with pair() as (source, target):
+        await target.generate(request(ids[:20], 1))
+        answer = await handed_over(source, target, ids)
+        assert answer.ids == await alone(ids)
+        assert answer.usage.hbm_tokens == 20
+        assert answer.usage.hand_off_bytes == (3 + STATE_BLOCKS) * BLOCK_TOKENS * 16
+
+
+async def test_a_prefill_without_room_for_the_state_hands_nothing_over():
+    ids = prompt(1, 33)
+    async with pair(blocks=STATE_BLOCKS) as (source, target):
+        answer = await handed_over(source, target, ids)
+        assert answer.ids == await alone(ids)
+        assert answer.usage.computed_tokens == 33
+        target.assert_all_free()
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "drop", "rehome", "stall"])
+async def test_a_fault_anywhere_means_that_all_is_computed(fault):
+    ids = prompt(1, 33)
+    async with pair(ChaosPlan(**{fault: 1.0})) as (source, target):
+        answer = await handed_over(source, target, ids)
+        assert answer.ids == await alone(ids)
+        assert answer.usage.computed_tokens == 33
+        assert target.engine.counters().hand_off_failures.total() == 1
+        target.assert_all_free()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    fault=st.sampled_from(["corrupt", "rehome", "duplicate", "delay"]),
+    seed=st.integers(0, 99),
+    size=st.integers(1, 40),
+)
+def test_a_bad_link_never_yields_other_ids(fault, seed, size):
+    async def check() -> None:
+        plan = ChaosPlan(seed=seed, delay_s=0.001, **{fault: 0.3})
+        async with pair(plan) as (source, target):
+            ids = prompt(seed, size)
+            assert (await handed_over(source, target, ids)).ids == await alone(ids)
+            target.assert_all_free()
+
+    asyncio.run(check())
+
+
+async def test_a_reader_that_leaves_frees_the_state_on_both_sides():
+    ids = prompt(1, 33)
+    async with pair() as (source, target):
+        chunks = source.engine.generate(request(ids, kv=KvPlan(offer=True, early=True)))
+        hand_off = (await anext(chunks)).hand_off
+        assert hand_off is not None
+        _ = [chunk async for chunk in chunks]
+        held = source.setup.blocks - source.engine.load().free_blocks
+        assert held == 8 + STATE_BLOCKS
+        await source.engine.release(hand_off.ticket)
+        source.assert_all_free()
+        answer = await target.generate(request(ids, kv=KvPlan(take=hand_off)))
+        assert answer.ids == await alone(ids)
 
 
 def test_the_pieces_of_the_tests_state_are_three():

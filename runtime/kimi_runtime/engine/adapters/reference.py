@@ -194,14 +194,15 @@ class ReferenceAdapter:
         self._numbers += 1
         request = Request(
             number=self._numbers,
-            tokens=list(asked.ids),
+            tokens=self._to_compute(asked),
             chain=chain,
             rank=rank_of(asked.priority, arrived_s, background_delay_s=BACKGROUND_DELAY_S),
             priority=asked.priority,
             tenant=asked.tenant,
             samples=_samples(asked),
         )
-        if asked.kv.keys and asked.kv.keys != hex_keys(chain.keys[: len(asked.kv.keys)]):
+        told, own = asked.kv.keys[: len(chain.keys)], chain.keys[: len(asked.kv.keys)]
+        if told != hex_keys(own):
             self._counters.key_mismatches += 1
         room = self._info.max_context_tokens - len(asked.ids)
         sampling = asked.sampling
@@ -216,6 +217,13 @@ class ReferenceAdapter:
         stream = Stream(asked, request, ending, arrived_s + asked.deadline_ms / 1000)
         self._loop.enter(stream)
         return stream
+
+    def _to_compute(self, asked: GenerateRequest) -> list[int]:
+        """The ids whose KV is wanted. Who takes the KV over computes the last one for its logits,
+        and needs the state before it, which a model that has computed it has no more.
+        """
+        without_last = asked.kv.offer and self._parts.states is not None and len(asked.ids) > 1
+        return list(asked.ids[:-1] if without_last else asked.ids)
 
     def _check(self, asked: GenerateRequest) -> None:
         if max(asked.ids) >= self._model.vocab_size:
@@ -279,12 +287,18 @@ class ReferenceAdapter:
         hand_offs = self._parts.hand_offs
         if stream.ticket_due and hand_offs is not None:
             stream.told_early = True
-            ticket = hand_offs.open(stream.request)
+            states = self._parts.states
+            size = 0 if states is None else states.state_bytes
+            ticket = hand_offs.open(stream.request, state_bytes=size)
             return GenerateChunk(hand_off=ticket, usage=stream.request.usage)
         if not stream.completed:
             return None
         hand_off: HandOff | None = None
         if stream.told_early and hand_offs is not None:
+            if self._parts.states is not None:
+                state = self._parts.states.state(stream.request.number)
+                async with stream.waiting():
+                    await hand_offs.add_state(stream.request, state)
             hand_offs.complete(stream.request)
         elif stream.asked.kv.offer and hand_offs is not None:
             async with stream.waiting():
