@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kimi_runtime.errors import KimistackError
 from kimi_runtime.spec.request import TokenLogprob
@@ -11,8 +11,7 @@ if TYPE_CHECKING:  # numpy stays out of whoever only plans
     from kimi_runtime.engine.sampler import RequestSampler
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Tokens `start .. start + len(ids)` of one request, computed in this step.
 
     `blocks` is the request's block table: block `blocks[p // block_tokens]` holds the KV of
@@ -42,8 +41,7 @@ class StepPlan:
         return sum(len(row.ids) for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The id drawn for a row with `sample`."""
 
     request: int

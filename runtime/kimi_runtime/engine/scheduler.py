@@ -14,6 +14,7 @@ next one is the lowest. The queue is served strictly by rank.
 from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.checkpoint_policy import CheckpointPolicy
@@ -36,8 +37,7 @@ class SchedulerLimits:
     cached blocks only where the request brings the state with them."""
 
 
-@dataclass(frozen=True, slots=True)
-class SealedBlock:
+class SealedBlock(NamedTuple):
     """A block that a step filled and nobody held before."""
 
     key: bytes
@@ -186,13 +186,15 @@ class Scheduler:
         touched: what they wrote went into blocks of their own that are not sealed.
         """
         sealed: list[SealedBlock] = []
+        size = self.limits.block_tokens
         for row in plan.rows:
             request = self._in_flight[row.request]
             if row.request in failed:
                 self.remove(request)
                 continue
             request.computed += len(row.ids)
-            sealed.extend(self._seal(request, row.start))
+            if request.computed // size > row.start // size:
+                sealed.extend(self._seal(request, row.start))
         for drawn in sampled:
             request = self._in_flight[drawn.request]
             request.tokens.append(drawn.id)

@@ -8,7 +8,7 @@ compares them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,9 +45,17 @@ class Window:
     size: int
     """Tokens of a block."""
     done: int = 0
-    _events: list[tuple[int, int, list[Request]]] = field(default_factory=list)
-    """What there is to do, latest first: step, 0 to begin blocks or 1 to seal them, for whom."""
-    _written: int = 0
+    _events: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """What there is to do, latest first: step, 0 to begin blocks or 1 to seal them, for whom (their
+    places in `requests`)."""
+    _base: list[int] = field(init=False)
+    """Tokens that each request had computed when the window began."""
+    _held: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What the steps count from."""
+        self._base = [request.computed for request in self.requests]
+        self._held = sum(self._base)
 
     @classmethod
     def of(
@@ -72,14 +80,19 @@ class Window:
             steps,
             size := requests[0].chain.block_tokens,
         )
-        by_phase: dict[int, list[Request]] = {}
-        for request in requests:
-            by_phase.setdefault(request.computed % size, []).append(request)
+        by_phase: dict[int, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_phase.setdefault(request.computed % size, []).append(number)
         for phase, some in by_phase.items():
             made._events += [(step, 0, some) for step in range(-phase % size, steps, size)]
             made._events += [(step, 1, some) for step in range(size - 1 - phase, steps, size)]
         made._events.sort(key=_order, reverse=True)
         return made
+
+    @property
+    def held(self) -> int:
+        """KV tokens that all of them hold by now."""
+        return self._held + self.done * len(self.requests)
 
     @property
     def taken(self) -> int:
@@ -125,45 +138,44 @@ class Window:
         sealed: list[SealedBlock] = []
         events, started = self._events, min(done, self.steps - 1)
         while events and events[-1][:2] <= (started, 0):
-            step, kind, requests = events.pop()
+            step, kind, some = events.pop()
             if kind:
-                self._seal(step + 1, requests, sealed)
+                self._seal(step + 1, some, sealed)
             else:
-                self._begin(requests)
+                self._begin(some)
         while events and events[-1][0] < done:  # the last step of all has no next one
-            step, _, requests = events.pop()
-            self._seal(step + 1, requests, sealed)
-        self._write(done)
+            step, _, some = events.pop()
+            self._seal(step + 1, some, sealed)
+        self._write(done, range(len(self.requests)))
+        self.done = done
         return sealed
 
-    def _begin(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+    def _begin(self, some: Sequence[int]) -> None:
+        for number in some:
             taken = self.blocks.allocate(1)
             assert taken is not None, "a window was begun that there is no room for"
-            request.blocks.extend(taken)
+            self.requests[number].blocks.extend(taken)
 
-    def _seal(self, done: int, requests: Sequence[Request], sealed: list[SealedBlock]) -> None:
-        self._write(done)
-        for request in requests:
+    def _seal(self, done: int, some: Sequence[int], sealed: list[SealedBlock]) -> None:
+        self._write(done, some)
+        for number in some:
+            request = self.requests[number]
             index = request.computed // self.size - 1
             own, key = request.blocks[index], request.chain.keys[index]
             request.blocks[index] = self.blocks.seal(own, key)
             if request.blocks[index] == own:
                 sealed.append(SealedBlock(key, own, request.tenant))
 
-    def _write(self, done: int) -> None:
-        """Bring the requests' counters up to so many steps."""
-        self.done = done
-        more = done - self._written
-        if not more:
-            return
-        self._written = done
-        ids = bytes(more)
-        for request in self.requests:
-            request.computed += more
-            request.tokens.extend(ids)
-            request.chain.extend(request.tokens)
+    def _write(self, done: int, some: Iterable[int]) -> None:
+        """Bring some requests' counters up to so many steps."""
+        for number in some:
+            request = self.requests[number]
+            more = self._base[number] + done - request.computed
+            if more:
+                request.computed += more
+                request.tokens.extend(bytes(more))
+                request.chain.extend(request.tokens)
 
 
-def _order(event: tuple[int, int, list[Request]]) -> tuple[int, int]:
+def _order(event: tuple[int, int, list[int]]) -> tuple[int, int]:
     return event[:2]

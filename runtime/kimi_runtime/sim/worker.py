@@ -374,7 +374,7 @@ class SimWorker:
         sealed = window.advance(done)
         self._settled = self._settled and not sealed
         count, rows = done - before, len(window.requests)
-        self.last_step = (rows, sum(request.computed for request in window.requests))
+        self.last_step = (rows, window.held)
         seconds = window.ends_s(done) - window.ends_s(before)
         self.steps += count
         self.busy_s += seconds

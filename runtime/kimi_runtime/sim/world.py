@@ -21,6 +21,7 @@ from kimi_runtime.sim.cluster import Cluster, ClusterEvent, ClusterSpec
 from kimi_runtime.sim.content import Content
 from kimi_runtime.sim.dispatch import Dispatch, Job
 from kimi_runtime.sim.features import Features
+from kimi_runtime.sim.garbage import rarely_collected
 from kimi_runtime.sim.gaps import Away
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
@@ -120,7 +121,8 @@ class World:
                 progress(seen)
             return not self._open and not self._waiting
 
-        self.timeline.run(until_s, stop=stop)
+        with rarely_collected():
+            self.timeline.run(until_s, stop=stop)
         finished = not self._open and not self._waiting
         self.between.close()
         return Run(

@@ -95,7 +95,7 @@ class KeyTable:
         """An owner holds these; those it held already change nothing."""
         if not keys:
             return
-        names = np.unique(names_of(list(keys)))
+        names = _different(names_of(list(keys)))
         self._grow(len(names))
         slots = self._bring(names)
         missing = slots < 0
@@ -107,7 +107,7 @@ class KeyTable:
         """An owner holds these no more; those it did not hold are passed over."""
         if not keys:
             return
-        names = np.unique(names_of(list(keys)))
+        names = _different(names_of(list(keys)))
         self._grow(len(names))
         slots = self._bring(names)
         self._change(owner, slots[slots >= 0], held=False)
@@ -253,6 +253,13 @@ class KeyTable:
         self._masks = [self._masks[number] for number in kept.tolist()]
         self._set_of = {mask: number for number, mask in enumerate(self._masks)}
         self._collect_at = max(self._max_sets, 2 * len(self._masks))
+
+
+def _different(names: Array) -> Array:
+    """Each of the names once, in order."""
+    names.sort()
+    again = names[1:] == names[:-1]
+    return names[np.concatenate(([True], ~again))] if again.any() else names
 
 
 def bits_of(mask: int) -> Iterator[int]:
