@@ -68,7 +68,7 @@ class Member:
         known = self._constant
         if known is None or known.info is not self.info:
             assert self.info is not None
-            known = self._constant = _Constant(self.info)
+            known = self._constant = _Constant(self.name, self.info)
         return known
 
 
@@ -316,10 +316,10 @@ class _Constant:
 
     __slots__ = ("fields", "geometry", "info")
 
-    def __init__(self, info: WorkerInfo) -> None:
+    def __init__(self, name: str, info: WorkerInfo) -> None:
         self.info, self.geometry = info, geometry_of(info)
         self.fields: dict[str, Any] = {
-            "name": info.name,
+            "name": name,
             "role": info.role,
             "roles": info.capabilities.roles,
             "revision": info.revision,
@@ -348,7 +348,7 @@ def _view(
     *,
     checkpoints: tuple[int, ...] | None,
 ) -> WorkerView:
-    more, name = facts(info, load), info.name
+    more, name = facts(info, load), member.name
     return WorkerView(
         **member.constant.fields,
         ready=member.ready,
