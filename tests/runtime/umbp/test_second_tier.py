@@ -509,8 +509,8 @@ async def test_readiness_names_the_phase_of_a_start(tmp_path, monkeypatch):
     ports = []
     listen = daemons.listen
 
-    async def listened(runner, spec):
-        ports.append(await listen(runner, spec))
+    async def listened(*given):
+        ports.append(await listen(*given))
         return ports[0]
 
     monkeypatch.setattr(daemons, "listen", listened)
