@@ -21,8 +21,8 @@ from kimi_runtime.sim.cluster import Cluster, ClusterEvent, ClusterSpec
 from kimi_runtime.sim.content import Content
 from kimi_runtime.sim.dispatch import Dispatch, Job
 from kimi_runtime.sim.features import Features
-from kimi_runtime.sim.garbage import rarely_collected
 from kimi_runtime.sim.gaps import Away
+from kimi_runtime.sim.garbage import rarely_collected
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
 from kimi_runtime.sim.sessions import Pause, Session, Turn, Workload
