@@ -37,7 +37,7 @@ class EvacuationReport:
     elsewhere: int
     """At a peer before, and not offered."""
     refused: int
-    """No peer had room for."""
+    """No peer took, for want of room as a rule."""
     late: int
     """The time was over."""
     gone: int
