@@ -19,6 +19,7 @@ from kimi_runtime.engine.releases import Releaser
 from kimi_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.engine.store import PoolWriter
+from kimi_runtime.engine.take import HandOffReader
 from kimi_runtime.spec.worker import EngineLimits, WorkerInfo
 from kimi_runtime.transfer.base import Transport
 from kimi_runtime.transfer.memory import Memory
@@ -82,9 +83,13 @@ def assemble(
         ),
     )
     reader = hand_offs = progress = releaser = writer = None
+    if backing.call_key is not None:
+        releaser = Releaser(backing.call_key, counters, deadline_s=deadline_s)
+        progress = HttpProgress(backing.call_key, silence_s=max(SILENCE_S, deadline_s))
     if backing.transports:
         counters.hand_off_transports.update({one.name: 0 for one in backing.transports})
-        reader = BlockReader(backing.transports, backing.memory.view, view, geometry)
+        pulls = BlockReader(backing.transports, backing.memory.view, view, geometry)
+        reader = HandOffReader(pulls, backing.progress or progress, deadline_s=deadline_s)
         hand_offs = HandOffs(
             info.name,
             [one.register(backing.memory) for one in backing.transports],
@@ -96,9 +101,6 @@ def assemble(
             urls=urls,
             freed=freed,
         )
-    if backing.call_key is not None:
-        releaser = Releaser(backing.call_key, counters, deadline_s=deadline_s)
-        progress = HttpProgress(backing.call_key, silence_s=max(SILENCE_S, deadline_s))
     if backing.pool is not None:
         writer = PoolWriter(
             backing.pool,
@@ -115,7 +117,6 @@ def assemble(
         view,
         counters,
         reader=reader,
-        progress=backing.progress or progress,
         pool=backing.pool,
         deadline_s=deadline_s,
         freed=freed,

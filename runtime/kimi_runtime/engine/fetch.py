@@ -7,8 +7,7 @@ failure means that the missing tokens are computed instead.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kimi_connect.wire import Outcome, Stretch
@@ -16,15 +15,15 @@ from kimi_runtime import clock
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch_price import Worth, worth_fetching
-from kimi_runtime.engine.follow import SILENCE_S, ProgressSource, followed, parts_wanted
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import BlockView
 from kimi_runtime.engine.pace import PrefillPace
-from kimi_runtime.engine.pull import BlockReader, Pulled, Readable, Wanted
+from kimi_runtime.engine.pull import Pulled
 from kimi_runtime.engine.request import Fetched, Request
 from kimi_runtime.engine.scheduler import SealedBlock
 from kimi_runtime.engine.state_blocks import blocks_of_state, gather, state_bindings
 from kimi_runtime.engine.states import StateMemory
+from kimi_runtime.engine.take import HandOffReader, blocks_lacking
 from kimi_runtime.spec.request import HandOff
 from kimi_runtime.umbp.checkpoints import Checkpoints
 
@@ -87,8 +86,7 @@ class Fetcher:
         view: BlockView,
         counters: EngineCounters,
         *,
-        reader: BlockReader | None,
-        progress: ProgressSource | None = None,
+        reader: HandOffReader | None,
         pool: Pool | None,
         deadline_s: float,
         freed: Freed,
@@ -102,7 +100,7 @@ class Fetcher:
         computed there without those before them has ends of prompts that nobody finds.
         """
         self._blocks, self._view, self._counters = blocks, view, counters
-        self._reader, self._progress, self._pool = reader, progress, pool
+        self._reader, self._pool = reader, pool
         self._deadline_s, self._freed = deadline_s, freed
         self._states, self._checkpoints, self._keep = states, checkpoints, keep
         self.pace = PrefillPace()
@@ -218,7 +216,8 @@ class Fetcher:
     async def _from_hand_off(self, request: Request, take: HandOff) -> None:
         if not self._may_read(request, take):
             return
-        indices, matching = self._lacking(request, take)
+        trusted = len(self._trusted(request.reusable_keys))
+        indices, matching = blocks_lacking(request, take, trusted)
         if not matching:
             self._failed(request, "keys")
         if not indices:
@@ -236,8 +235,6 @@ class Fetcher:
     def _may_read(self, request: Request, take: HandOff) -> bool:
         """Whether anything of the hand-off may be read; it is noted why not."""
         refusal = "no_transport" if self._reader is None else self._reader.refusal(take)
-        if refusal is None and take.progress_url is not None and self._progress is None:
-            refusal = "no_progress"
         if refusal is not None:
             self._failed(request, refusal)
         return refusal is None
@@ -257,10 +254,7 @@ class Fetcher:
             self._failed(request, "no_room")
             return Pulled(0, failure="no_room")
         assert self._reader is not None
-        async with aclosing(self._readable(take, first, bindings, reserved)) as readable:
-            result = await self._reader.pull(
-                take.regions, readable, len(bindings), deadline_s=self._deadline_s
-            )
+        result = await self._reader.pull(take, first, bindings, reserved)
         request.hand_off_bytes += result.moved_bytes
         request.hand_off_early_bytes += result.early_bytes
         self._counters.hand_off_bytes += result.moved_bytes
@@ -271,31 +265,6 @@ class Fetcher:
         if result.failure is not None:
             self._failed(request, result.failure)
         return result
-
-    async def _readable(
-        self, take: HandOff, first: int, bindings: Sequence[bytes], targets: Sequence[int]
-    ) -> AsyncGenerator[Readable, None]:
-        """What can be read of the hand-off's blocks from number `first` on, as it can."""
-        if take.progress_url is not None:
-            assert self._progress is not None
-            assert self._reader is not None
-            silence_s = max(SILENCE_S, self._deadline_s)
-            lines = followed(self._progress, take, silence_s=silence_s)
-            groups = self._reader.groups
-            parts = parts_wanted(lines, targets, bindings, first=first, groups=groups)
-            async with aclosing(parts):
-                async for one in parts:
-                    yield one
-            return
-        blocks = take.blocks[first : first + len(targets)]
-        yield Readable(
-            [
-                Wanted(position, source.offset, target, binding, 0, source.tags)
-                for position, (source, target, binding) in enumerate(
-                    zip(blocks, targets, bindings, strict=True)
-                )
-            ]
-        )
 
     def _failed(self, request: Request, why: str) -> None:
         """What the hand-off did not bring is computed, and whoever asked is told why."""
@@ -340,39 +309,6 @@ class Fetcher:
             before=request.computed,
             compute=self.pace.seconds,
         )
-
-    def _lacking(self, request: Request, take: HandOff) -> tuple[range, bool]:
-        """Indices of the hand-off's blocks to read, and whether it matches all that is lacking.
-
-        The block with the last token comes last. It is private to the request even if it is full,
-        because that token is computed here for its logits, and only the same prompt's will do.
-        """
-        if take.progress_url is not None:
-            return self._lacking_of_open(request, take)
-        first, keys = len(request.blocks), request.reusable_keys
-        most_shared = min(len(self._trusted(keys)), len(take.blocks))
-        end = first
-        while end < most_shared and take.blocks[end].key == keys[end].hex():
-            end += 1
-        most = len(request.tokens) - request.samples
-        if most == len(keys) * request.chain.block_tokens:
-            return range(first, end), end == len(keys)
-        key = next((full.hex() for full in request.chain.keys[len(keys) :]), None)
-        same_prompt = take.tokens == len(request.tokens) and len(take.blocks) == len(keys) + 1
-        if end == len(keys) and same_prompt and take.blocks[end].key == key:
-            return range(first, end + 1), True
-        return range(first, end), False
-
-    def _lacking_of_open(self, request: Request, take: HandOff) -> tuple[range, bool]:
-        """As `_lacking`, of a hand-off whose blocks are not known yet: those of the same prompt."""
-        first, keys = len(request.blocks), request.reusable_keys
-        trusted = len(self._trusted(keys))
-        if take.tokens != len(request.tokens) or trusted < len(keys):
-            same = take.tokens == len(request.tokens)
-            return range(first, max(first, trusted) if same else first), False
-        most = len(request.tokens) - request.samples
-        tail = most > len(keys) * request.chain.block_tokens
-        return range(first, len(keys) + tail), True
 
     def _trusted(self, keys: list[bytes]) -> list[bytes]:
         """The leading run of `keys` that is not distrusted."""
