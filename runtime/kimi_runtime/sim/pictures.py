@@ -12,7 +12,7 @@ SLOWEST = 0.01
 
 Requests = Sequence[Mapping[str, Any]]
 
-PARTS = ("held back", "queue and reads", "computing the prompt", "answering")
+PARTS = ("deferred", "admission and reads", "queue", "computing the prompt", "answering")
 SOURCES = ("own memory", "pool", "peer", "computed again", "new")
 
 
@@ -61,11 +61,18 @@ def parts_of(done: Requests) -> dict[str, float]:
     """Mean seconds of answered requests by what they went into."""
     sums = dict.fromkeys(PARTS, 0.0)
     for one in done:
-        scheduled_s = min(max(one["scheduled_s"] or one["asked_s"], one["asked_s"]), one["first_s"])
+        scheduled_s = _between(one["asked_s"], one["scheduled_s"], one["first_s"])
+        computing_s = _between(scheduled_s, one.get("computing_s"), one["first_s"])
         before_s = scheduled_s - one["asked_s"]
         held_s = min(one["deferred_s"], before_s)
-        spent = (held_s, before_s - held_s, one["first_s"] - scheduled_s)
-        for name, seconds in zip(PARTS, (*spent, one["ended_s"] - one["first_s"]), strict=True):
+        spent = (
+            held_s,
+            before_s - held_s,
+            computing_s - scheduled_s,
+            one["first_s"] - computing_s,
+            one["ended_s"] - one["first_s"],
+        )
+        for name, seconds in zip(PARTS, spent, strict=True):
             sums[name] += seconds
     return {name: total / max(len(done), 1) for name, total in sums.items()}
 
@@ -134,6 +141,11 @@ def _sources(done: Requests) -> dict[str, float]:
     seen = max(sum(one["cached_ideally"] for one in done), sum(found))
     amounts = (*found, seen - sum(found), max(prompts - seen, 0))
     return {name: amount / prompts for name, amount in zip(SOURCES, amounts, strict=True)}
+
+
+def _between(low_s: float, at_s: float | None, high_s: float) -> float:
+    """A moment within bounds; unknown: the lower one."""
+    return low_s if at_s is None else min(max(at_s, low_s), high_s)
 
 
 def _ttft(request: Mapping[str, Any]) -> float:

@@ -11,7 +11,9 @@ from kimi_runtime.sim.pictures import PARTS, SOURCES, Picture, Spans
 from kimi_runtime.sim.report import FIRST_TURN
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A00", "#777777")
-PART_COLOURS = dict(zip(PARTS, ("#CC79A7", "#E69F00", "#D55E00", "#0072B2"), strict=True))
+PART_COLOURS = dict(
+    zip(PARTS, ("#CC79A7", "#009E73", "#E69F00", "#D55E00", "#0072B2"), strict=True)
+)
 SOURCE_COLOURS = dict(
     zip(SOURCES, ("#0072B2", "#009E73", "#56B4E9", "#D55E00", "#B0B0B0"), strict=True)
 )
