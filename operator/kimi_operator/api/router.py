@@ -55,6 +55,11 @@ class Router(ApiModel):
         description="How prefill and decode worker are chosen, both by one plan. `cost` prices "
         "plans in seconds, of the request and of others, and learns how fast workers are.",
     )
+    session_admission: Literal["Enabled", "Disabled"] | None = Field(
+        None,
+        description="Whether a new session waits until there is KV memory for it, so that sessions "
+        "do not evict each other; none: with the policy `cost` only.",
+    )
     thinking: bool = presettable(
         True, "Whether a request that does not say so thinks before it answers."
     )

@@ -1,11 +1,18 @@
 """The routing policy in a router's file, with the speeds that it starts from."""
 
+from kimi_operator.api.router import Router
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.fit import known_model
 from kimi_runtime.spec.hardware import MI355X, NODES
 from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.spec.published import K26
-from kimi_runtime.spec.router import Cost, LeastLoad, LongestPrefix, PolicySpec
+from kimi_runtime.spec.router import (
+    Cost,
+    LeastLoad,
+    LongestPrefix,
+    PolicySpec,
+    SessionAdmission,
+)
 
 
 def policy_of(effective: Effective) -> PolicySpec:
@@ -18,6 +25,12 @@ def policy_of(effective: Effective) -> PolicySpec:
             return LeastLoad()
         case "cost":
             return _cost(effective)
+
+
+def session_admission_of(router: Router) -> SessionAdmission:
+    """What `router.sessionAdmission` asks for."""
+    asked = router.session_admission
+    return SessionAdmission(enabled=None if asked is None else asked == "Enabled")
 
 
 def _cost(effective: Effective) -> Cost:

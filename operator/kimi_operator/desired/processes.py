@@ -10,7 +10,7 @@ from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import transfer_network
 from kimi_operator.desired.fit import known_model
-from kimi_operator.desired.policy import policy_of
+from kimi_operator.desired.policy import policy_of, session_admission_of
 from kimi_operator.desired.umbp import granted, has_peers, ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import (
@@ -319,6 +319,7 @@ def _router(
         api_keys=places.api_keys,
         max_body=spec.router.max_body,
         max_in_flight=spec.router.max_in_flight,
+        sessions=session_admission_of(spec.router),
         default_max_tokens=spec.router.default_max_tokens,
         request_deadline=spec.router.request_timeout,
         log_level=spec.observability.log_level,

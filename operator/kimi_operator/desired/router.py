@@ -14,7 +14,7 @@ from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, digest_of, router_name
 from kimi_operator.desired.placement import place_router
-from kimi_operator.desired.policy import policy_of
+from kimi_operator.desired.policy import policy_of, session_admission_of
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.desired.spec_files import spec_file
 from kimi_operator.observed import Manifest
@@ -80,6 +80,8 @@ def _spec_file(effective: Effective, vocabulary: str | None) -> str:
         "drain": DRAIN_S,
         "log_level": spec.observability.log_level,
     }
+    if router.session_admission is not None:  # images before 0.3 do not know it
+        data["sessions"] = session_admission_of(router)
     return spec_file(RouterSpec.model_validate(data))
 
 

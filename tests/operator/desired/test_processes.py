@@ -126,6 +126,9 @@ def test_a_policy_with_reasons_starts_from_the_models_speeds_and_writes_them_dow
     assert found.explain == ExplainSpec(path=log)
     assert router(planned(NANO, explain=log)).explain is None
     assert router(planned(NANO, record=log)).record == RecordSpec(path=log)
+    for asked, enabled in (("Enabled", True), ("Disabled", False)):
+        spec = {"router": {"sessionAdmission": asked}}
+        assert router(planned({**NANO, **spec})).sessions.enabled is enabled
     spec = {"router": {"policy": "cost"}, "rdma": {"allowTCP": True}}
     large = effective({"preset": "kimi-k2.6-mxfp4/mi355x", **spec})
     assert policy_of(large) == Cost(model="kimi-k2.6", gpu="MI355X", tensor=4)
