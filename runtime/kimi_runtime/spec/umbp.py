@@ -126,6 +126,8 @@ class UmbpSpec(SpecModel):
             raise ValueError("peers and peers_file both say who the peers are: leave one out")
         if len({peer.name for peer in self.peers}) < len(self.peers):
             raise ValueError("two peers have one name, by which they are told apart: rename one")
+        if self.tls is None and any(peer.url.startswith("https:") for peer in self.peers):
+            raise ValueError("a peer is called by https, and tls names no certificate to show it")
         return self
 
     @model_validator(mode="after")

@@ -117,7 +117,7 @@ async def running(
 
 def _rpc(state: DaemonState, tuner: Tuner) -> RpcServer:
     """What the daemon answers over gRPC."""
-    server = RpcServer(state.call_keys)
+    server = RpcServer(state.call_keys, state.refused)
     PeerService(state.remote).add_to(server)
     ControlService(state, tuner.reload).add_to(server)
     return server

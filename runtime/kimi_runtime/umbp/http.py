@@ -153,6 +153,7 @@ class PoolHttp:
                     self._guard.accept(nonce, unix_s=clock.unix_s())
             return await handler(request)
         except Unauthorized as exc:
+            self.state.refused()
             log.warning("umbp: refused %s %s: %s", request.method, request.path, exc)
             return _failure(exc)
         except KimistackError as exc:

@@ -45,6 +45,8 @@ class PoolMetrics(Collector):
         text = "Peers that it got ready without."
         yield _counter("unknown_peers_at_start", text, self.state.unknown_peers)
         yield _gauge("feed_followers", "Streams of the feed.", self.followers())
+        text = "HTTP requests and gRPC calls without a valid signature."
+        yield _counter("refused_calls", text, self.state.refused_calls)
         reloads = {how: self.state.reloads[how] for how in ("applied", "unchanged", "refused")}
         yield _counter(
             "reloads", "Looks at the daemon's file, by what came of them.", reloads, "how"

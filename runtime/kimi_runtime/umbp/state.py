@@ -49,9 +49,15 @@ class DaemonState:
     """Peers, or the list of them, that phase PEERS waits for."""
     unknown_peers: int = 0
     """Peers that were not known when their time was over, and the daemon got ready without them."""
+    refused_calls: int = 0
+    """HTTP requests and gRPC calls without a valid signature."""
     reloads: Counter[str] = field(default_factory=Counter)
     """Looks at the daemon's file by what came of them: applied, unchanged, refused."""
     pulse: Pulse = field(default_factory=Pulse)
+
+    def refused(self) -> None:
+        """Somebody called without a valid signature."""
+        self.refused_calls += 1
 
     def serving(self) -> Clients:
         """The parts of a daemon that serves. Unavailable, saying why."""

@@ -1,7 +1,9 @@
 """The service that operators call."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 
+from kimi_runtime.errors import Overloaded
 from kimi_runtime.umbp.control.drain import drain
 from kimi_runtime.umbp.control.forget import clear, evict
 from kimi_runtime.umbp.control.inspect import inspect
@@ -12,12 +14,15 @@ from kimi_runtime.umbp.rpc.server import RpcServer
 from kimi_runtime.umbp.state import DaemonState
 from kimi_runtime.umbp.tuning import Reloaded
 
+VERIFY_S = 60.0
+"""When to try again while somebody else verifies."""
+
 
 class ControlService:
     """One daemon's. `reload` reads its file again."""
 
     def __init__(self, state: DaemonState, reload: Callable[[], Awaitable[Reloaded]]) -> None:
-        self._state, self._reload = state, reload
+        self._state, self._reload, self._verifying = state, reload, False
 
     def add_to(self, server: RpcServer) -> None:
         """Answer through `server`."""
@@ -32,9 +37,17 @@ class ControlService:
         """What it holds, for whom, and how it fares."""
         return inspect(self._state, asked)
 
-    def verify(self, asked: wire.VerifyRequest) -> AsyncIterator[wire.VerifyProgress]:
-        """Read blocks and check them; drop what is damaged."""
-        return verify(self._state.serving(), asked)
+    async def verify(self, asked: wire.VerifyRequest) -> AsyncGenerator[wire.VerifyProgress, None]:
+        """Read blocks and check them; drop what is damaged. One at a time: each reads as it may."""
+        if self._verifying:
+            raise Overloaded("the blocks are being verified already", retry_after_s=VERIFY_S)
+        self._verifying = True
+        try:
+            async with aclosing(verify(self._state.serving(), asked)) as answers:
+                async for progress in answers:
+                    yield progress
+        finally:
+            self._verifying = False
 
     async def evict(self, asked: wire.EvictRequest) -> wire.EvictAnswer:
         """Forget blocks that nobody reads."""

@@ -6,7 +6,7 @@ dropped, so that it is computed again, and told by its key.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from kimi_connect.arena import Arena
 from kimi_runtime import clock
@@ -27,7 +27,9 @@ BYTES_PER_S = 256 << 20
 """At most, if the caller names no bound: a small part of a memory channel, and of an SSD."""
 
 
-async def verify(clients: Clients, asked: wire.VerifyRequest) -> AsyncIterator[wire.VerifyProgress]:
+async def verify(
+    clients: Clients, asked: wire.VerifyRequest
+) -> AsyncGenerator[wire.VerifyProgress, None]:
     """Check the tiers one after another; progress after every batch. RequestError for others."""
     unknown = set(asked.tiers) - set(TIERS)
     if unknown:
@@ -44,7 +46,7 @@ async def verify(clients: Clients, asked: wire.VerifyRequest) -> AsyncIterator[w
 
 async def _memory(
     pool: Pool, arena: Arena, pace: "_Pace", changed: Callable[[], None]
-) -> AsyncIterator[wire.VerifyProgress]:
+) -> AsyncGenerator[wire.VerifyProgress, None]:
     # The coldest batch first and, within it, the warmest block: a pin that ends queues its blocks
     # anew from its end, so that all keep their order.
     blocks = pool.warmest()[::-1]
@@ -87,7 +89,7 @@ def intact(arena: Arena, block: Block) -> bool:
     )
 
 
-async def _ssd(tier: SsdTier, pace: "_Pace") -> AsyncIterator[wire.VerifyProgress]:
+async def _ssd(tier: SsdTier, pace: "_Pace") -> AsyncGenerator[wire.VerifyProgress, None]:
     keys = tier.keys()
     progress = wire.VerifyProgress(tier="ssd", total_blocks=len(keys))
     buffer = memoryview(bytearray(BATCH_BYTES))

@@ -1,7 +1,7 @@
 """Calling a daemon's gRPC: signed, with a deadline, every failure one of our errors."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,13 +82,17 @@ class RpcClient:
 
     async def stream(
         self, method: Method[Asked, Answer], asked: Asked, *, within_s: float
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncGenerator[Answer, None]:
         """Answers as they come; errors as of `call`."""
         body = _bytes_of(asked)
         with self._mapped(method):
-            call = self._channel.unary_stream(method.path)
-            async for answer in call(body, **self._given(method, body, within_s)):
-                yield _parsed(method, answer)
+            stub = self._channel.unary_stream(method.path)
+            call = stub(body, **self._given(method, body, within_s))
+            try:
+                async for answer in call:
+                    yield _parsed(method, answer)
+            finally:
+                call.cancel()  # who stops reading wants no more of it
 
     async def aclose(self) -> None:
         """End the connection and what is under way on it."""

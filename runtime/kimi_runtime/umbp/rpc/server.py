@@ -6,8 +6,8 @@ status with the error's text; anything else is logged here and told as INTERNAL,
 
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,14 @@ log = logging.getLogger(__name__)
 class RpcServer:
     """The methods a daemon answers. Add them all before `serving`."""
 
-    def __init__(self, call_keys: Sequence[bytes]) -> None:
-        """`call_keys` may change in place: any of them is accepted as of now."""
-        self.refused = 0
-        """Calls without a valid signature."""
-        self._keys, self._guard = call_keys, auth.ReplayGuard()
+    def __init__(
+        self, call_keys: Sequence[bytes], refused: Callable[[], None] = lambda: None
+    ) -> None:
+        """`call_keys` may change in place: any of them is accepted as of now.
+
+        `refused` hears of every call without a valid signature.
+        """
+        self._refused, self._keys, self._guard = refused, call_keys, auth.ReplayGuard()
         self._services: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
 
     def unary(
@@ -88,15 +91,16 @@ class RpcServer:
         self._add(method.path, grpc.unary_unary_rpc_method_handler(answered))
 
     def stream(
-        self, method: Method[Asked, Answer], work: Callable[[Asked], AsyncIterator[Answer]]
+        self, method: Method[Asked, Answer], work: Callable[[Asked], AsyncGenerator[Answer, None]]
     ) -> None:
-        """Answer `method` by what `work` yields; its caller may leave any time."""
+        """Answer `method` by what `work` yields; it is closed if its caller leaves."""
 
         async def answered(body: bytes, context: Any) -> AsyncIterator[bytes]:
             try:
                 answer: Any
-                async for answer in work(self._accepted(method, body, context)):
-                    yield answer.SerializeToString()
+                async with aclosing(work(self._accepted(method, body, context))) as answers:
+                    async for answer in answers:
+                        yield answer.SerializeToString()
             except Exception as exc:
                 code, text = self._told(method, exc)
                 await context.abort(code, text)
@@ -146,7 +150,7 @@ class RpcServer:
             )
             self._guard.accept(nonce, unix_s=unix_s)
         except Unauthorized:
-            self.refused += 1
+            self._refused()
             raise
         if context.time_remaining() is None:
             raise RequestError(f"{method.path} was called without a deadline: state one")

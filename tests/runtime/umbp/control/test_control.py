@@ -1,10 +1,11 @@
 """What an operator can ask of a running daemon."""
 
 import asyncio
+import contextlib
 
 import pytest
 
-from kimi_runtime.errors import RequestError
+from kimi_runtime.errors import Overloaded, RequestError
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
@@ -96,6 +97,20 @@ async def test_verify_reads_a_bounded_number_of_bytes_a_second(daemon, control, 
         async for _ in rpc.stream(VERIFY, asked, within_s=0.3):
             pass
     await until(lambda: daemon.clients.pool.open_pins == 0)
+
+
+async def test_blocks_are_verified_for_one_caller_at_a_time(daemon, control, pool):
+    await filled(pool, 3)
+    first = control.rpc.stream(VERIFY, VERIFY.asked(bytes_per_s=1000), within_s=SOON_S)
+    assert (await anext(first)).checked_blocks == 3
+    with pytest.raises(Overloaded):
+        await control(VERIFY)
+    await first.aclose()
+    async with asyncio.timeout(SOON_S):
+        while True:
+            with contextlib.suppress(Overloaded):
+                await control(VERIFY, tiers=["memory"], bytes_per_s=1 << 30)
+                break
 
 
 async def test_verify_finds_what_is_damaged_on_ssd(tmp_path):

@@ -179,6 +179,8 @@ def test_peers_that_contradict_each_other_are_refused(tmp_path):
     one = ("a", "http://127.0.0.1:1")
     with pytest.raises(ValueError, match="one name"):
         peer_spec(tmp_path, "b", [one, one])
+    with pytest.raises(ValueError, match="no certificate"):
+        peer_spec(tmp_path, "b", [("a", "https://127.0.0.1:1")])
     with pytest.raises(ValueError, match="leave one out"):
         peer_spec(tmp_path, "b", [one], peers_file=tmp_path / "f")
     with pytest.raises(ValueError, match="HTTP face"):

@@ -83,6 +83,7 @@ async def test_a_call_that_is_not_signed_for_what_it_is_is_unauthenticated(daemo
     code, text = await raw(daemon, INSPECT, b"", signature=signature)
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert says in text
+    assert daemon.state.refused_calls == 1
 
 
 async def test_a_signature_is_good_for_one_call(daemon):
