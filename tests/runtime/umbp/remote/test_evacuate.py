@@ -1,6 +1,7 @@
 """A daemon that goes: what it alone holds moves to peers that have room for it."""
 
 import contextlib
+import random
 
 import pytest
 
@@ -161,3 +162,24 @@ async def unreachable(asked, *, within_s):
     from kimi_runtime.errors import PeerGone
 
     raise PeerGone("b can't be reached")
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_happens_on_the_way_what_a_peer_has_is_what_was_there(
+    tmp_path, faults, seed
+):
+    dice = random.Random(seed)
+    kinds = [None, Fault.DELAY, Fault.CORRUPT, Fault.DUPLICATE, Fault.REHOME]
+    faults.fault, faults.delay_s = (lambda _: dice.choice(kinds)), 0.01
+    async with pair(tmp_path) as (a, at_a, b, at_b):
+        keys = keys_of(40)
+        await put(a, at_a, keys, b, uses=2)
+        report = await evacuated(a, deadline_s=3.0)
+        faults.fault = None
+        held = [key for key in keys if b.clients.pool.block(key) is not None]
+        assert report.kept <= len(held)
+        assert report.kept + report.refused + report.late + report.gone == 40
+        for key in held:
+            (into,) = targets(1)
+            assert await at_b.load([key], [into], deadline_s=SOON_S) == (1, Outcome.HIT)
+            assert [into] == blocks_of([key])
