@@ -15,6 +15,7 @@ from kimi_runtime.sim.command import clear, foreseen, read_json, show, write
 from kimi_runtime.sim.reports_cli import HtmlFile, compare, experiment, sections_of
 
 if TYPE_CHECKING:  # numpy and the planner are loaded once a command runs
+    from kimi_runtime.sim.features import Features
     from kimi_runtime.sim.saved import SavedRun
     from kimi_runtime.sim.tasks import Outcome, Task
 
@@ -79,6 +80,9 @@ def run(
     hints: Annotated[
         bool, typer.Option("--hints", help="Pools are told where sessions stand.")
     ] = False,
+    features: Annotated[
+        Path | None, typer.Option("--features", metavar="FILE", help="Features as JSON.")
+    ] = None,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
@@ -111,7 +115,7 @@ def run(
                     if events is None
                     else read_json(events, TypeAdapter(tuple[ClusterEvent, ...]))
                 ),
-                "features": {"hints": hints},
+                "features": _features(features, hints=hints),
             }
         )
         names = list(policy or [OURS])
@@ -172,6 +176,13 @@ def calibrate(
         if json_file is not None:
             text = TypeAdapter(list[Compared]).dump_json(made, indent=1)
             write(json_file, text + b"\n")
+
+
+def _features(file: Path | None, *, hints: bool) -> "Features":
+    from kimi_runtime.sim.features import Features
+
+    chosen = Features() if file is None else read_json(file, TypeAdapter(Features))
+    return chosen.model_copy(update={"hints": hints or chosen.hints})
 
 
 def _trace(path: Path, form: str, block_tokens: int | None) -> dict[str, object]:
