@@ -139,7 +139,8 @@ def evict(
         raise typer.BadParameter("say one of --tenant, --key, --all and --until-free")
 
     async def ask(rpc: "RpcClient") -> None:
-        asked = EVICT.asked(**chosen, memory_only=memory_only)
+        epoch = await _epoch_of(rpc)
+        asked = EVICT.asked(**chosen, memory_only=memory_only, epoch=epoch)
         answer = await rpc.call(EVICT, asked, within_s=CALL_S)
         _show(as_dict(answer), evicted(answer), output)
 
@@ -162,7 +163,8 @@ def drain(
     within_s = _parsed(parse_seconds, within)
 
     async def ask(rpc: "RpcClient") -> None:
-        asked = DRAIN.asked(within_ms=max(1, int(1e3 * within_s)))
+        within_ms = max(1, int(1e3 * within_s))
+        asked = DRAIN.asked(within_ms=within_ms, epoch=await _epoch_of(rpc))
         answer = await rpc.call(DRAIN, asked, within_s=within_s + SPARE_S)
         _show(as_dict(answer), drained(answer), output)
 
@@ -188,6 +190,13 @@ def reload_(
             raise typer.Exit(1)
 
     _run(ask, spec, socket, address, call_key)
+
+
+async def _epoch_of(rpc: "RpcClient") -> int:
+    """Of the daemon as it is now, so that what is asked is done by no other."""
+    from kimi_runtime.umbp.rpc.methods import INSPECT
+
+    return int((await rpc.call(INSPECT, INSPECT.asked(), within_s=CALL_S)).epoch)
 
 
 def _run(

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
-from kimi_runtime.errors import Overloaded
+from kimi_runtime.errors import Overloaded, RequestError
 from kimi_runtime.umbp.control.drain import drain
 from kimi_runtime.umbp.control.forget import clear, evict
 from kimi_runtime.umbp.control.inspect import inspect
@@ -51,6 +51,7 @@ class ControlService:
 
     async def evict(self, asked: wire.EvictRequest) -> wire.EvictAnswer:
         """Forget blocks that nobody reads."""
+        self._meant(asked.epoch)
         return await evict(self._state.serving(), asked)
 
     async def clear(self, asked: wire.ClearRequest) -> wire.ClearAnswer:
@@ -59,6 +60,7 @@ class ControlService:
 
     async def drain(self, asked: wire.DrainRequest) -> wire.DrainAnswer:
         """Take no more, bring what is valuable to peers, wait for readers."""
+        self._meant(asked.epoch)
         return await drain(self._state, asked)
 
     async def reload(self, asked: wire.ReloadRequest) -> wire.ReloadAnswer:
@@ -67,3 +69,13 @@ class ControlService:
         return wire.ReloadAnswer(
             changed=done.changed, needs_restart=done.needs_restart, refused=done.refused
         )
+
+    def _meant(self, epoch: int) -> None:
+        """RequestError if a request names another daemon's epoch, or an earlier one of this.
+
+        A call that was overheard can be sent to this daemon once more, or to another one that
+        accepts the same key; what names an epoch does nothing there.
+        """
+        own = self._state.serving().arena.epoch
+        if epoch not in (0, own):
+            raise RequestError(f"this daemon's epoch is {own}, not {epoch}: ask again for that")

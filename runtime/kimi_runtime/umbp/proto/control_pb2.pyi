@@ -151,18 +151,20 @@ class VerifyProgress(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., checked_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., total_blocks: _Optional[int] = ..., damaged: _Optional[_Iterable[bytes]] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("tenant", "keys", "all", "until_free_bytes", "memory_only")
+    __slots__ = ("tenant", "keys", "all", "until_free_bytes", "memory_only", "epoch")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     keys: Keys
     all: bool
     until_free_bytes: int
     memory_only: bool
-    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ..., all: _Optional[bool] = ..., until_free_bytes: _Optional[int] = ..., memory_only: _Optional[bool] = ...) -> None: ...
+    epoch: int
+    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ..., all: _Optional[bool] = ..., until_free_bytes: _Optional[int] = ..., memory_only: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Keys(_message.Message):
     __slots__ = ("keys",)
@@ -203,10 +205,12 @@ class ClearAnswer(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., up_to: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("within_ms",)
+    __slots__ = ("within_ms", "epoch")
     WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     within_ms: int
-    def __init__(self, within_ms: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, within_ms: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DrainAnswer(_message.Message):
     __slots__ = ("blocks", "moved_bytes", "ssd_blocks", "pins_left")

@@ -187,6 +187,15 @@ async def test_evict_of_nothing_in_particular_is_refused(control, fields):
         await control(EVICT, **fields)
 
 
+async def test_what_names_another_epoch_does_nothing(daemon, control, pool):
+    keys = await filled(pool, 2)
+    other = daemon.clients.arena.epoch + 1
+    for method, fields in ((EVICT, {"all": True}), (DRAIN, {"within_ms": 100})):
+        with pytest.raises(RequestError, match="epoch"):
+            await control(method, **fields, epoch=other)
+    assert (await pool.held(keys), daemon.state.phase) == (2, Phase.READY)
+
+
 async def test_a_clear_is_of_its_epoch_and_takes_nothing_newer(daemon, control, pool):
     keys = await filled(pool, 4)
     epoch = daemon.clients.arena.epoch
