@@ -40,6 +40,7 @@ class Setup:
     """What a test varies."""
 
     name: str = "w"
+    role: Role = Role.BOTH
     blocks: int = 64
     max_running: int = 8
     max_waiting: int = 64
@@ -147,7 +148,7 @@ def build(setup: Setup) -> Running:
     )
     info = WorkerInfo(
         name=setup.name,
-        role=Role.BOTH,
+        role=setup.role,
         engine="hash",
         epoch=1,
         revision="hash",
