@@ -655,7 +655,7 @@ def test_all_pods_of_an_instance_of_several_nodes_may_go_together():
 
 # Monitoring
 
-EXPORTERS = ("server/metrics.py", "umbp/metrics.py")
+EXPORTERS = ("server/metrics.py", "umbp/metrics.py", "umbp/remote/metrics.py")
 
 
 def exported() -> set[str]:
@@ -664,7 +664,7 @@ def exported() -> set[str]:
     for file in EXPORTERS:
         text = (Path(kimi_runtime.__path__[0]) / file).read_text("utf-8")
         names |= set(re.findall(r'"kimistack_([a-z_]+)"', text))
-        for prefix in ("router", "worker", "umbp"):
+        for prefix in ("router", "worker", "umbp", "umbp_peer"):
             names |= {f"{prefix}_{word}" for word in re.findall(r'"([a-z_]+)"', text)}
             names |= {f"{prefix}_{word}" for word in re.findall(r'prefix}_([a-z_]+)"', text)}
     return {f"kimistack_{name}" for name in names}
