@@ -59,6 +59,16 @@ class _Open:
     turns: list[dict[str, Any]] = field(default_factory=list)
     ended_s: float = 0.0
     blocks: int = 0
+    context: list[tuple[int, int]] = field(default_factory=list)
+    """What the session says so far, as (text, tokens)."""
+    contexts: list[list[tuple[int, int]]] = field(default_factory=list)
+    """Of each turn's prompt."""
+    shrank: bool = False
+
+    @property
+    def text(self) -> int:
+        """Of turn i's own words the number is `text + 2i`, of its answer one more."""
+        return FIRST_TEXT + self.number * TEXTS_PER_SESSION
 
 
 class Recording:
@@ -109,7 +119,7 @@ class Recording:
         known.turns[-1] |= {"pause": "end", "pause_s": 0.0}
         line: dict[str, Any] = {
             "name": self._named(first.session),
-            "text": FIRST_TEXT + known.number * TEXTS_PER_SESSION,
+            "text": known.text,
             "turns": known.turns,
             "start_s": round(max(first.asked_s - self._started_s, 0.0), 4),
             "tenant": self._named(first.tenant.encode()),
@@ -120,8 +130,10 @@ class Recording:
             line["parent"] = self._named(first.parent)
         prefix_tokens = _prefix_tokens(first)
         if first.prefix is not None and prefix_tokens:
-            name = int(self._named(first.prefix[1])[:12], 16)
+            name = self._prefix_text(first.prefix[1])
             line |= {"prefix": name, "prefix_tokens": prefix_tokens}
+        if known.shrank:  # what was kept of a history cannot be told by lengths alone
+            line["contexts"] = known.contexts
         self._tell(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def close(self, *, pause: Callable[[], None] = lambda: None) -> None:
@@ -131,8 +143,16 @@ class Recording:
             pause()
 
     def _turn(self, turn: Served, known: _Open) -> dict[str, Any]:
-        starts = not known.turns
+        starts, number = not known.turns, len(known.turns)
         kept = _prefix_tokens(turn) if starts else turn.kept_tokens
+        if starts and kept and turn.prefix is not None:
+            known.context = [(self._prefix_text(turn.prefix[1]), kept)]
+        prompt = [
+            *_front(known.context, kept),
+            (known.text + 2 * number, turn.prompt_tokens - kept),
+        ]
+        known.contexts.append(prompt)
+        known.context = [*prompt, (known.text + 2 * number + 1, max(turn.output_tokens, 1))]
         told: dict[str, Any] = {
             "append_tokens": max(turn.prompt_tokens - kept, 1),
             "output_tokens": max(turn.output_tokens, 1),
@@ -140,7 +160,7 @@ class Recording:
             "calls": max(len(turn.tools), 1),
         }
         if not starts and turn.kept_tokens < turn.history_tokens:
-            told["keep_tokens"] = turn.kept_tokens
+            told["keep_tokens"], known.shrank = turn.kept_tokens, True
         if turn.outcome == "left":
             told["aborted_after"] = max(turn.output_tokens, 1)
         size = max(turn.block_tokens, 1)
@@ -159,8 +179,22 @@ class Recording:
             "new_blocks": [self._named(key) for key in turn.blocks[same:]],
         }
 
+    def _prefix_text(self, key: bytes) -> int:
+        return int(self._named(key)[:12], 16)
+
     def _named(self, what: bytes) -> str:
         return hashlib.blake2b(what, key=self._salt, digest_size=8).hexdigest()
+
+
+def _front(context: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
+    """The first `tokens` of a context."""
+    front: list[tuple[int, int]] = []
+    for text, length in context:
+        if tokens <= 0:
+            break
+        front.append((text, min(length, tokens)))
+        tokens -= length
+    return front
 
 
 def _prefix_tokens(first: Served) -> int:

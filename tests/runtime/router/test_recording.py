@@ -58,6 +58,10 @@ def test_a_session_reads_back_as_the_turns_and_pauses_it_had():
     assert (second.append_tokens, second.keep_tokens, second.pause_s) == (80, None, 93.0)
     assert (third.append_tokens, third.keep_tokens, third.aborted_after) == (122, 128, 9)
     assert [turn.pause for turn in session.turns] == [Pause.TOOL, Pause.TOOL, Pause.END]
+    assert [sum(tokens for _, tokens in context) for context in session.contexts] == [300, 400, 250]
+    own = session.text
+    assert session.contexts[1][-3:] == ((own, 172), (own + 1, 20), (own + 2, 80))
+    assert session.contexts[2] == (session.contexts[0][0], (own + 4, 122))
     # what the simulator will build up is what was there
     length = session.prefix_tokens
     for turn, prompt in zip(session.turns, (300, 400, 250), strict=True):
