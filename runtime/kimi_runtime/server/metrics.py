@@ -324,6 +324,11 @@ class _WorkerState:
                 counters.key_mismatches,
             ),
             "pool_stored_blocks": ("Blocks the pool took.", counters.pool_stored),
+            "states_stored": ("State checkpoints the pool took.", counters.states_stored),
+            "states_dropped": (
+                "State checkpoints that were to be kept and are not.",
+                counters.states_dropped,
+            ),
             "pool_dropped_blocks": ("Blocks not offered or refused.", counters.pool_dropped),
             "hand_offs_offered": ("Hand-offs offered.", counters.hand_offs_offered),
             "hand_offs_taken": ("Hand-offs taken whole.", counters.hand_offs_taken),
