@@ -24,6 +24,8 @@ from kimi_runtime.umbp.index import Index
 
 ROUTER = "router"
 STALE_INTERVALS = 5
+FEED_INTERVAL_S = 0.05
+"""How late changes are heard of, at most, as in production."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class SimRouter:
         self.decided = 0
         self._known: dict[str, Known] = {}
         self._lost: set[str] = set()
+        self._followed_s = float("-inf")
 
     def decide(
         self,
@@ -144,6 +147,7 @@ class SimRouter:
         known.timer = None
         if worker.failed or self._cluster.workers.get(worker.name) is not worker:
             return
+        worker.sync()
         for name, made in known.answers.items():  # production hears of every token as it comes
             more = made() - known.told.get(name, 0)
             self.insight.answers.sampled(worker.name, name, more)
@@ -166,6 +170,9 @@ class SimRouter:
     # feeds
 
     def _follow_all(self, now_s: float) -> None:
+        if now_s < self._followed_s + FEED_INTERVAL_S:
+            return  # an owner sends what changed within the interval at its end
+        self._followed_s = now_s
         for worker in self._cluster.workers.values():
             if worker.failed:
                 continue
