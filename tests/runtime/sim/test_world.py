@@ -203,6 +203,19 @@ def test_sessions_leave_a_draining_worker_with_their_context():
     assert computed(kept) < computed(lost)
 
 
+def test_what_a_worker_reads_from_another_node_is_found_in_its_own_pool():
+    """Else the turns that it then computes would be ends of prompts whose fronts it lacks."""
+    changed = {"tensor": 8, "hbm_tokens": 120_000, "pool": 20 * 10**9, "peers": False}
+    mix = AgentMix(
+        turns=5, prefix_tokens=8_000, first_median=15_000.0, context_cap=60_000, start_over_s=20
+    )
+    run = ran(SMALL.model_copy(update=changed), agents(14, 1, mix))
+    later = [one for one in run.records if one.turn]
+    ideal = [one.prompt_tokens - one.cached_ideally for one in later]
+    again = sum(max(one.computed_tokens - new, 0) for one, new in zip(later, ideal, strict=True))
+    assert again < 0.005 * sum(one.prompt_tokens for one in later)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 1000),
