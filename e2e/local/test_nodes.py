@@ -1,5 +1,6 @@
 """Several pools on one machine, as on so many nodes: workers of one find blocks of another."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -83,3 +84,25 @@ def test_a_pool_that_dies_under_load_changes_no_answer(two: Stack):
     two.until(lambda: all(line["ready"] for line in two.processes().values()))
     assert ask(two, subjects[0]) == before[0]
     assert two.processes()["umbp-0"]["restarts"] == 1
+
+
+def test_a_pool_that_is_drained_leaves_its_blocks_with_the_other(two: Stack):
+    done = "kimistack_worker_steps_total"
+    before = {worker: two.metric(worker, done) for worker in WORKERS}
+    said = ask(two, "islands")
+    first = next(worker for worker in WORKERS if two.metric(worker, done) > before[worker])
+    pool, other = WORKERS[first], next(worker for worker in WORKERS if worker != first)
+    known = f'kimistack_umbp_peer_known_blocks{{owner="{pool}"}}'
+    two.until(lambda: two.metric(WORKERS[other], known) > 0)
+    spec = two.home / "two" / "specs" / f"{pool}.json"
+    drained = two.command("umbp", "drain", "--spec", str(spec), "--within", "30s", "-o", "json")
+    assert drained.returncode == 0, drained.stderr
+    fates = json.loads(drained.stdout)["blocks"]
+    assert fates["moved"] > 0
+    assert (fates["refused"], fates["late"]) == (0, 0)
+    taken = 'kimistack_umbp_peer_taken_blocks_total{how="taken",purpose="drain"}'
+    assert two.metric(WORKERS[other], taken) == fates["moved"]
+    kill(two, pool)
+    kill(two, first)
+    assert ask(two, "islands") == said
+    assert two.metric(other, FROM_POOL) > 0
