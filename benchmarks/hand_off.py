@@ -6,7 +6,8 @@ Two worker processes of kimi-nano (random weights, one thread each) hand prompts
 would have them: *whole*, the decode leg begins when the prefill's answer is there; *streamed*, as
 soon as the ticket is told. Every prompt is new; the arms take turns. Prints one Markdown table of
 medians, then a summary. The prefill's end is when its last line has arrived here; `bytes before` is
-the share of the bytes that were readable, and so read, before the prompt was whole.
+the share of the bytes that were told to be readable before the prompt was said to be complete. The
+last layer group of the last step is told only a moment before.
 """
 
 import argparse
@@ -37,7 +38,7 @@ FIRST_ID, IDS = 3, 1000
 
 @dataclass(frozen=True)
 class Times:
-    """Of one request, in seconds. `early`: the share of the bytes read before the prefill ended."""
+    """Of one request, in seconds. `early`: the share of the bytes told before the prefill ended."""
 
     prefill_s: float
     gap_s: float
