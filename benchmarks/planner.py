@@ -3,8 +3,9 @@
     python benchmarks/planner.py [--workers 8 64 512] [--blocks 1000000] [--decisions 400]
 
 Prints one Markdown table. A decision looks up the prompt's 1,109 blocks in an index of `--blocks`
-keys, makes a view of every worker as the router does, prices the plans and enters its transfers; the fleet is as busy
-as coding agents make it, half of it prefill and half decode workers in the lines that say P/D.
+keys, makes a view of every worker as the router does, prices the plans and enters its transfers;
+all workers have reported since the one before. The fleet is as busy as coding agents make it, half
+of it prefill and half decode workers in the lines that say P/D.
 Processor seconds of the one thread. Each decision is planned `--repeats` times: the least of them
 is what it takes where nobody else has the processor's caches (and no garbage is collected), the
 first is what it took here.
@@ -183,8 +184,7 @@ def measure(
     own = feeds._index.keys("w0") - len(COMMON)
     for number in range(decisions):
         now_s = 0.3 * number
-        if number % 20 == 0:
-            state.report(chance, number, cold=cold, now_s=now_s)
+        state.report(chance, number, cold=cold, now_s=now_s)
         owner = chance.randrange(workers)
         tail = min(own, (PROMPT - SHARED) // BLOCK)
         known = COMMON + [key(owner + 1, n) for n in range(tail)]

@@ -9,6 +9,7 @@ never as idle. Pure: time is an argument.
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kimi_runtime.spec.worker import LoadReport
 
@@ -16,8 +17,7 @@ UNCERTAIN_PENALTY_REQUESTS = 1
 REMEMBERED_SENDS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """A worker's load now; the fields are `WorkerView`'s."""
 
     waiting: int
@@ -150,14 +150,17 @@ class Ledger:
             return None
         if state.load is not None:
             return state.load
-        others = max(report.waiting + report.running - report.in_flight.get(self._router, 0), 0)
-        requests = others + len(state.entries)
-        unseen = [entry for entry in state.entries.values() if entry.order > state.seen]
-        running = min(report.running, requests)
+        waiting, running, entries = report.waiting, report.running, state.entries
+        requests = max(waiting + running - report.in_flight.get(self._router, 0), 0) + len(entries)
+        queued = report.queued_tokens
+        if entries:
+            seen = state.seen
+            queued += _open_tokens(entry for entry in entries.values() if entry.order > seen)
+        running = min(running, requests)
         state.load = Load(
             waiting=requests - running,
             running=running,
-            queued_tokens=report.queued_tokens + _open_tokens(unseen),
+            queued_tokens=queued,
             free_blocks=report.free_blocks,
             total_blocks=report.total_blocks,
             certain=True,
