@@ -30,6 +30,8 @@ STEP_TOKENS = 512
 PROMPT = 512
 BATCHES = (1, 8, 32)
 DECODE_CONTEXTS = (128, 512, 2048)
+MOST_TOKENS = 32 * 512
+"""Of a case's prompts together: longer ones would take minutes to compute."""
 DECODE_STEPS = {1: 24, 8: 12, 32: 6}
 
 
@@ -197,7 +199,7 @@ class Process:
         if options.experts is not None:
             command += ["--experts", options.experts]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
 
     def __enter__(self) -> "Process":
@@ -226,6 +228,7 @@ def cases() -> list[Case]:
         Case(batch, context, DECODE_STEPS[batch])
         for context in DECODE_CONTEXTS
         for batch in BATCHES
+        if batch * context <= MOST_TOKENS
     ]
     return found
 

@@ -5,6 +5,7 @@ maximum is exact in any order, sums over one span have a fixed order, and spans 
 the first to the last. So a query's result depends on its position and its history alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from kimi_runtime.models.rows import (
     in_reference_tiles,
     measure_tiles,
 )
-from kimi_runtime.models.spans import QueryGroup, Span, SpanGeometry
+from kimi_runtime.models.spans import QueryGroup, SpanGeometry, SpanPart
 
 _PROBED_BATCHES = (1, 2, 3, 8, 33, 64)
 _PROBE_ROWS = LADDER[-1]
@@ -71,42 +72,50 @@ class SpanAttention:
         """q are the group's queries; the step's own rows are in the cache already."""
         best = total = out = q.new_empty(0)
         for number, span in enumerate(group.spans):
-            rows = self._read(cache, layer, span)
-            scores = self._scores(q[span.first :], rows).float().mul_(self._scale)
-            if span.hidden is not None:
-                scores.masked_fill_(span.hidden, -torch.inf)
-            peak = scores.amax(dim=-1, keepdim=True)
+            parts = [self._part(q, best if number else None, cache, layer, p) for p in span.parts]
+            peak, weight, mix = map(_joined, zip(*parts, strict=True))
             if number == 0:  # every query has the first span
-                weights = torch.exp(scores.sub_(peak))
-                best, total, out = peak, self._sum(weights), self._mix(weights, rows).float()
+                best, total, out = peak, weight, mix.float()
                 continue
             active = slice(span.first, None)
-            peak = torch.maximum(best[active], peak)
-            weights = torch.exp(scores.sub_(peak))
             shrink = torch.exp(best[active] - peak)
-            total[active].mul_(shrink).add_(self._sum(weights))
-            out[active].mul_(shrink).add_(self._mix(weights, rows))
+            total[active].mul_(shrink).add_(weight)
+            out[active].mul_(shrink).add_(mix)
             best[active] = peak
-        return (out / total).to(q.dtype)
+        return out.div_(total).to(q.dtype)
 
-    def _read(self, cache: KvCache, layer: int, span: Span) -> Tensor:
-        rows = cache.read(layer, span.blocks, span.rows)
-        if span.unread is not None:
+    def _part(
+        self, q: Tensor, best: Tensor | None, cache: KvCache, layer: int, part: SpanPart
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The greatest score so far, the sum of the part's weights and the rows' sum by weight."""
+        rows = self._read(cache, layer, part)
+        scores = self._scores(q[part.queries], rows).mul_(self._scale)
+        if part.hidden is not None:
+            scores.masked_fill_(part.hidden, -torch.inf)
+        peak = scores.amax(dim=-1, keepdim=True)
+        if best is not None:
+            peak = torch.maximum(best[part.queries], peak)
+        weights = scores.sub_(peak).exp_()
+        return peak, self._sum(weights), self._mix(weights, rows)
+
+    def _read(self, cache: KvCache, layer: int, part: SpanPart) -> Tensor:
+        rows = cache.read(layer, part.blocks, part.rows)
+        if part.unread is not None:
             # zero times what an earlier owner left there is only zero while that is finite
-            rows.view(-1, cache.row_dim).index_fill_(0, span.unread, 0)
+            rows.view(-1, cache.row_dim).index_fill_(0, part.unread, 0)
         return rows
 
     def _scores(self, q: Tensor, rows: Tensor) -> Tensor:
-        """q [Q, H, D] with rows [G, n, D] -> [Q, H, n]; G is Q, or 1 for one request's queries."""
+        """q [Q, H, D] with rows [G, n, D] -> [Q, H, n] fp32; G is Q, or 1 for one history."""
         tiles = self._tiles[rows.shape[1]]
         flat = q.reshape(rows.shape[0], -1, q.shape[-1])
         if len(flat) == len(q) and tiles.batched:
-            return torch.bmm(flat, rows.transpose(1, 2))
+            return _batched_scores(flat, rows)
         parts = [
             tiles.scores.apply(_scores_of(one), queries)
             for queries, one in zip(flat, rows, strict=True)
         ]
-        return torch.cat(parts).view(*q.shape[:2], -1)
+        return _joined(parts).view(*q.shape[:2], -1).float()
 
     def _mix(self, weights: Tensor, rows: Tensor) -> Tensor:
         """weights [Q, H, n] in fp32 with rows [G, n, D] -> [Q, H, latent_dim]."""
@@ -118,12 +127,26 @@ class SpanAttention:
         parts = [
             tiles.mix.apply(_mix_of(one), share) for share, one in zip(flat, rows, strict=True)
         ]
-        return torch.cat(parts).view(*weights.shape[:2], -1)[..., : self._latent_dim]
+        return _joined(parts).view(*weights.shape[:2], -1)[..., : self._latent_dim]
 
     def _sum(self, weights: Tensor) -> Tensor:
         missing = self.geometry.tokens - weights.shape[-1]
         # the order of additions follows from the width: always that of a full span
         return row_sum(functional.pad(weights, (0, missing)) if missing else weights)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def _batched_scores(q: Tensor, rows: Tensor) -> Tensor:
+    """q [G, H, D] with rows [G, n, D] -> [G, H, n] fp32.
+
+    The many rows stand left, as they lie in memory: on the right they would be packed anew each
+    time, which takes longer than the product.
+    """
+    scores = torch.bmm(rows, q.transpose(1, 2)).transpose(1, 2)
+    return scores.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _scores_of(rows: Tensor) -> Product:
@@ -164,10 +187,12 @@ class _Probe:
         weights, rows = weights[:, :width].contiguous(), rows[:width].contiguous()
         batched = all(
             torch.equal(
-                self._batch_of(batch, queries, keys, transposed=True), self._first(batch, scores)
+                _batched_scores(*self._batch_of(batch, queries, keys)).flatten(0, 1),
+                self._first(batch, scores).float(),
             )
             and torch.equal(
-                self._batch_of(batch, weights, rows, transposed=False), self._first(batch, mixed)
+                torch.bmm(*self._batch_of(batch, weights, rows)).flatten(0, 1),
+                self._first(batch, mixed),
             )
             for batch in _PROBED_BATCHES
         )
@@ -188,8 +213,7 @@ class _Probe:
         """`heads` rows for each request of a batch, starting again after the last."""
         return rows[torch.arange(batch * self._heads, device=rows.device) % len(rows)]
 
-    def _batch_of(self, batch: int, left: Tensor, rows: Tensor, *, transposed: bool) -> Tensor:
-        """One product of `batch` requests whose rows lie as the cache delivers them."""
+    def _batch_of(self, batch: int, left: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Operands of `batch` requests whose rows lie as the cache delivers them."""
         left = self._first(batch, left).view(batch, self._heads, -1)
-        right = rows.expand(batch, *rows.shape).contiguous()
-        return torch.bmm(left, right.transpose(1, 2) if transposed else right).flatten(0, 1)
+        return left, rows.expand(batch, *rows.shape).contiguous()

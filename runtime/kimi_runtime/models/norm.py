@@ -16,13 +16,13 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
         wide = x.float()
-        mean = mean_square(wide)
-        return self._weight * (wide * torch.rsqrt(mean + self._eps)).to(x.dtype)
+        scale = mean_square(wide).add_(self._eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self._weight)
 
 
 def mean_square(x: Tensor) -> Tensor:
     """x [..., K] in fp32 -> [..., 1]."""
-    return row_sum(x * x) / x.shape[-1]
+    return row_sum(x * x).div_(x.shape[-1])
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def sigmoid(x: Tensor) -> Tensor:
     `torch.sigmoid` rounds the last elements of an array, and of a thread's share of one, otherwise
     than the rest; its `exp` does not.
     """
-    return 1.0 / (1.0 + torch.exp(-x))
+    return torch.neg(x).exp_().add_(1.0).reciprocal_()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2 F] -> silu(gate) * up [..., F], in fp32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate * sigmoid(gate) * up).to(gate_up.dtype)
+    return sigmoid(gate).mul_(gate).mul_(up).to(gate_up.dtype)

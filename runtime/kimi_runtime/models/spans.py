@@ -6,6 +6,7 @@ else is in the step (split-KV by batch size is how a row comes to differ from it
 tokenspeed#904). Pure index arithmetic, done once per step and used by every layer.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,13 @@ from kimi_runtime.models.cache import KvCache
 
 SPAN_TOKENS = 256
 _WIDTH_TOKENS = 64
+
+# What one operation works on should be in a core's own cache when the next one reads it: memory is
+# several times slower, and shared with other processes. A GPU has no such cache, but launches.
+_PART_BYTES = 2**20
+"""Copied of many histories at once."""
+_GROUP_TOKENS = 128
+"""Queries of one prompt at once."""
 
 Ints = NDArray[np.int64]
 
@@ -66,10 +74,11 @@ class SpanGeometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The same span of the histories of G requests, for the queries `first ..` of their group."""
+class SpanPart:
+    """The same span of the histories of G requests; small enough to stay in a core's cache."""
 
-    first: int
+    queries: slice
+    """Of their group: one for each history, or all of the only history."""
     rows: int
     """Tokens read of each history: one of the geometry's widths."""
     blocks: Tensor
@@ -81,8 +90,17 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """One span of positions, for the queries `first ..` of their group."""
+
+    first: int
+    parts: tuple[SpanPart, ...]
+    """They cover those queries in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Queries with one span list: the tokens of one request, or one token each of many."""
+    """Queries with one span list: tokens of one request, or one token each of many."""
 
     tokens: slice
     """Of the step's tokens."""
@@ -112,6 +130,10 @@ class StepBuilder:
     def __init__(self, cache: KvCache, geometry: SpanGeometry, device: torch.device) -> None:
         self._geometry, self._cache, self._device = geometry, cache, device
         self._block_tokens = cache.block_tokens
+        row_bytes = cache.row_dim * cache.dtype.itemsize
+        on_cpu = device.type == "cpu"
+        self._part_tokens = _PART_BYTES // row_bytes if on_cpu else sys.maxsize
+        self._group_tokens = _GROUP_TOKENS if on_cpu else sys.maxsize
 
     def build(self, runs: Sequence[TokenRun], padded_tokens: int) -> StepInputs:
         """`padded_tokens` is at least the number of tokens in `runs`."""
@@ -158,40 +180,58 @@ class StepBuilder:
         for table, start, length in zip(
             tables[single:], starts[single:].tolist(), lengths[single:].tolist(), strict=True
         ):
-            positions = np.arange(start, start + length)
-            yield QueryGroup(
-                slice(at, at + length), self._spans([table], positions[-1:], positions)
-            )
-            at += length
+            for first in range(start, start + length, self._group_tokens):
+                positions = np.arange(first, min(first + self._group_tokens, start + length))
+                tokens = slice(at, at + len(positions))
+                yield QueryGroup(tokens, self._spans([table], positions[-1:], positions))
+                at = tokens.stop
 
     def _spans(self, tables: list[Ints], lasts: Ints, positions: Ints) -> tuple[Span, ...]:
         """Spans for queries at rising `positions`: one history each, or one for all of them."""
         spans = []
         for start in range(0, int(positions[-1]) + 1, self._geometry.tokens):
             first = int(np.searchsorted(positions, start))
-            own = slice(first if len(tables) == len(positions) else 0, None)
-            spans.append(self._span(start, first, tables[own], lasts[own], positions[first:]))
+            if len(tables) == len(positions):
+                parts = tuple(self._parts(start, first, tables, lasts))
+            else:
+                queries = slice(first, len(positions))
+                parts = (self._part(start, queries, tables, lasts, positions[first:]),)
+            spans.append(Span(first, parts))
         return tuple(spans)
 
-    def _span(
-        self, start: int, first: int, tables: list[Ints], lasts: Ints, positions: Ints
-    ) -> Span:
+    def _parts(self, start: int, first: int, tables: list[Ints], lasts: Ints) -> Iterator[SpanPart]:
+        """Queries `first ..` with a history each, by the width of what they have of the span."""
+        while first < len(lasts):
+            width = self._geometry.width_for(int(lasts[first]) + 1 - start)
+            alike = len(lasts)
+            if width < self._geometry.tokens:
+                alike = int(np.searchsorted(lasts, start + width))
+            end = min(alike, first + max(1, self._part_tokens // width))
+            own = slice(first, end)
+            yield self._part(start, own, tables[own], lasts[own], lasts[own])
+            first = end
+
+    def _part(
+        self, start: int, queries: slice, tables: list[Ints], lasts: Ints, positions: Ints
+    ) -> SpanPart:
         """Span from `start` of histories that end with `lasts`, for queries at `positions`."""
-        rows = self._geometry.width_for(int(lasts.max()) + 1 - start)
+        rows = self._geometry.width_for(int(lasts[-1]) + 1 - start)
         low, count = start // self._block_tokens, rows // self._block_tokens
         blocks = np.zeros((len(tables), count), np.int64)
         for row, table in zip(blocks, tables, strict=True):
             part = table[low : low + count]
             row[: part.size] = part
-        columns = np.arange(start, start + rows)
-        past = columns > lasts[:, None]
-        unseen = columns > positions[:, None]
-        return Span(
-            first=first,
+        past = unseen = None
+        if positions[0] + 1 < start + rows:  # both rise: the first sees least
+            columns = np.arange(start, start + rows)
+            past = np.flatnonzero(columns > lasts[:, None])
+            unseen = self._tensor((columns > positions[:, None])[:, None, :])
+        return SpanPart(
+            queries=queries,
             rows=rows,
             blocks=self._tensor(blocks.reshape(-1)),
-            unread=self._tensor(np.flatnonzero(past)) if past.any() else None,
-            hidden=self._tensor(unseen[:, None, :]) if unseen.any() else None,
+            unread=self._tensor(past) if past is not None and past.size else None,
+            hidden=unseen,
         )
 
 

@@ -67,6 +67,18 @@ def test_the_256_scales_decode_as_in_the_standard():
     assert np.array_equal(decode_e8m0(scales).numpy(), oracle, equal_nan=True)
 
 
+def test_every_code_under_every_scale_decodes_as_in_the_standard():
+    codes = np.tile(np.arange(16, dtype=np.uint8), (256, 2))
+    scales = np.arange(256, dtype=np.uint8)[:, None]
+    packed = Mxfp4(pack_e2m1(torch.from_numpy(codes)), torch.from_numpy(scales))
+    values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    with np.errstate(over="ignore"):  # 2^127 times 2 and more is an infinity in fp32
+        oracle = (values * scales.view(ml_dtypes.float8_e8m0fnu)).astype(np.float32)
+    got = dequantise_mxfp4(packed).numpy()
+    assert np.array_equal(got[:255].view(np.uint32), oracle[:255].view(np.uint32))
+    assert np.isnan(got[255]).all()
+
+
 def test_values_round_to_the_nearest_code_and_ties_to_the_even_one():
     values = np.arange(-1000, 1001, dtype=np.float32) / 128  # every tie, and beyond 6 on both sides
     assert np.array_equal(encode_e2m1(torch.from_numpy(values)).numpy(), e2m1_of_ml_dtypes(values))

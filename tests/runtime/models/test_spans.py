@@ -45,14 +45,17 @@ def test_every_query_sees_its_history_once_in_order_and_nothing_else(step):
     for group in inputs.groups:
         members = range(inputs.tokens)[group.tokens]
         for span in group.spans:
-            rows = cache.read(0, span.blocks, span.rows)[..., 0]
-            queries = members[span.first :]
-            hidden = torch.zeros(len(queries), span.rows, dtype=torch.bool)
-            if span.hidden is not None:
-                hidden = span.hidden[:, 0]
-            rows = rows.expand(len(queries), span.rows)
-            for at, query in enumerate(queries):
-                seen[query].append(rows[at][~hidden[at]])
+            covered = [query for part in span.parts for query in members[part.queries]]
+            assert covered == list(members[span.first :])
+            for part in span.parts:
+                rows = cache.read(0, part.blocks, part.rows)[..., 0]
+                queries = members[part.queries]
+                hidden = torch.zeros(len(queries), part.rows, dtype=torch.bool)
+                if part.hidden is not None:
+                    hidden = part.hidden[:, 0]
+                rows = rows.expand(len(queries), part.rows)
+                for at, query in enumerate(queries):
+                    seen[query].append(rows[at][~hidden[at]])
     tables = {}
     for run in runs:
         for position in range(run.start, run.start + len(run.ids)):
@@ -81,7 +84,7 @@ def test_spans_follow_from_the_position_not_from_the_batch(position, others, blo
     alone = builder.build([run], 1).groups[0].spans
     crowd = [Run((position * 7 + 31 * i) % 4096, (1,), run.blocks) for i in range(others)]
     group = builder.build([run, *crowd], others + 1).groups[0]
-    starts = [int(span.blocks[0]) * block_tokens for span in alone]
+    starts = [int(span.parts[0].blocks[0]) * block_tokens for span in alone]
     assert starts == list(range(0, position + 1, geometry.tokens))
     assert len(group.spans) >= len(alone)
 
