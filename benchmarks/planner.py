@@ -40,6 +40,8 @@ from worker_views import turn
 SPEC = Cost(model="kimi-k2.6", gpu="MI355X", tensor=4)
 BLOCK, PROMPT, SHARED, TOTAL_BLOCKS = 64, 71_000, 20_032, 48_000
 GEOMETRY = Geometry("kimi-k2.6", "layout", BLOCK)
+UNDER_WAY = 8
+"""Requests whose transfers have not ended when the next is decided."""
 NOBODY: Any = None
 """No worker is asked anything."""
 
@@ -205,6 +207,8 @@ def measure(
         whole.append(looked + took[0])
         decided = planner.plan(asked, seen, now_s=now_s)
         planner.commit(str(number), decided.plan, now_s=now_s)
+        for kind in ("fetch", "hand_off"):
+            planner.flows.end(f"{number - UNDER_WAY}.{kind}", now_s=now_s)
         priced.append(len(decided.explanation.candidates))
     return least, planning, whole, statistics.mean(priced)
 
