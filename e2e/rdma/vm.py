@@ -1,12 +1,13 @@
 """Boots a virtual machine with a soft-RoCE device and runs the verbs tests in it.
 
-    python e2e/rdma/vm.py [--rebuild] [--accel kvm|tcg] [-- PYTEST ARGUMENTS]
+    python e2e/rdma/vm.py [--rebuild] [--accel kvm|tcg] [--bench] [-- PYTEST ARGUMENTS]
 
 The image (Debian, its kernel with rdma_rxe, python3-pyverbs, perftest, our dependencies as wheels)
 is built once and kept in the cache folder; it is built anew when what goes into it changes. The
 code under test travels as a second disk, fresh each time. Needs root, debootstrap,
 qemu-system-x86_64, mke2fs and network access for the build; the run itself needs none of the last.
-The exit code is pytest's; 125 when there was none.
+`--bench` measures against perftest in place of testing. The exit code is that of what ran; 125
+when there was none.
 """
 
 import argparse
@@ -65,13 +66,14 @@ def main() -> int:
     parser.add_argument(
         "--accel", choices=("tcg", "kvm"), default="tcg", help="kvm is faster, where it works"
     )
+    parser.add_argument("--bench", action="store_true", help="measure in place of testing")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest in the machine")
     args = parser.parse_args()
     require("qemu-system-x86_64", "qemu-system-x86")
     image = cached_image(rebuild=args.rebuild)
     with tempfile.TemporaryDirectory(prefix="kimistack-rdma-") as folder:
         code = Path(folder) / "code.tar"
-        pack_code(code, args.pytest)
+        pack_code(code, args.pytest, bench=args.bench)
         return boot(image, code, args.accel)
 
 
@@ -146,15 +148,15 @@ def pinned_wheels() -> list[str]:
     return [pins.get(name, name) for name in WHEELS]
 
 
-def pack_code(target: Path, pytest_args: list[str]) -> None:
-    """The code under test and pytest's arguments, as a tar that the machine reads as a disk."""
+def pack_code(target: Path, pytest_args: list[str], *, bench: bool) -> None:
+    """The code under test and what to do with it, as a tar that the machine reads as a disk."""
     with tarfile.open(target, "w") as tar:
         for name in CODE:
             tar.add(ROOT / name, name, filter=without_caches)
     with tempfile.NamedTemporaryFile("w", suffix=".args") as args, tarfile.open(target, "a") as tar:
         args.write("\n".join(pytest_args))
         args.flush()
-        tar.add(args.name, "pytest-args")
+        tar.add(args.name, "bench" if bench else "pytest-args")
     os.truncate(target, -(-target.stat().st_size // 4096) * 4096)
 
 
