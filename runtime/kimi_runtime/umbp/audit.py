@@ -22,7 +22,7 @@ def _pages(pool: "Pool") -> None:
     runs = [(Extent(*run), "free") for run in pool._pages.free_runs().items()]
     runs += [(e, "block") for b in pool._blocks.values() for e in b.extents]
     runs += [(e, "gone") for b in gone.values() for e in b.extents]
-    runs += [(e, "reserved") for r in pool._reservations.values() for e in r.extents]
+    runs += [(e, "reserved") for r in pool._reservations for e in r.extents]
     for (first, count), kind in runs:
         for page in range(first, first + count):
             assert page not in owner, f"page {page} is {owner[page]} and {kind}"
@@ -50,7 +50,7 @@ def _tenants(pool: "Pool") -> None:
     gone = {id(b): b for p in pool._pins.values() for b in p.blocks if b.gone}
     for block in (*pool._blocks.values(), *gone.values()):
         used[block.account.name] = used.get(block.account.name, 0) + block.pages
-    for reservation in pool._reservations.values():
+    for reservation in pool._reservations:
         name = reservation.account.name
         used[name] = used.get(name, 0) + reservation.pages
     assert used == {account.name: account.used_pages for account in pool.accounts}

@@ -28,6 +28,7 @@ from kimi_runtime.umbp.holdings import Holdings
 from kimi_runtime.umbp.journal import Journal, Kept, NoJournal
 from kimi_runtime.umbp.pages import Pages
 from kimi_runtime.umbp.records import Block, Pinned, PoolCounters, Reservation
+from kimi_runtime.umbp.reservations import Reservations
 from kimi_runtime.umbp.retention import Hint, Retention
 from kimi_runtime.umbp.tenants import Account, Accounts
 
@@ -60,7 +61,7 @@ class Pool:
     _pages: Pages = field(init=False)
     _idle: Idle = field(init=False)
     _blocks: dict[bytes, Block] = field(default_factory=dict)
-    _reservations: dict[int, Reservation] = field(default_factory=dict)
+    _reservations: Reservations = field(init=False)
     _pins: dict[int, Pinned] = field(default_factory=dict)
     _trimming: bool = False
     _number: int = 0
@@ -72,6 +73,12 @@ class Pool:
         self.ghosts = Ghosts(self.total_pages * self.page_bytes, self.ghost_keys)
         self._pages = Pages(self.total_pages, self.segments)
         self._idle = Idle(self.accounts, self.retention)
+        self._reservations = Reservations(
+            self.journal,
+            self.accounts,
+            self.counters,
+            give_back=lambda extents: self._pages.give_back(extents),
+        )
 
     @property
     def free_pages(self) -> int:
@@ -111,11 +118,11 @@ class Pool:
 
     def reservations(self, *, quarantined: bool) -> int:
         """How many reservations are open, or in quarantine."""
-        return sum(r.quarantined is quarantined for r in self._reservations.values())
+        return self._reservations.count(quarantined=quarantined)
 
     def writers(self) -> set[bytes]:
         """Everybody with a reservation in quarantine."""
-        return {r.writer for r in self._reservations.values() if r.quarantined}
+        return self._reservations.writers()
 
     def some_free(self, pages: int) -> tuple[Extent, ...]:
         """Pages that are free as of now, nobody's; ValueError if there are fewer."""
@@ -241,38 +248,19 @@ class Pool:
 
     def abort(self, generations: Iterable[int], *, writer: bytes) -> int:
         """The writer stores no more to these reservations; how many that freed."""
-        freed = 0
-        for generation in generations:
-            reservation = self._owned(generation, writer)
-            if reservation is not None:
-                self._end(reservation)
-                self.counters.aborted += 1
-                freed += 1
-        return freed
+        return self._reservations.abort(generations, writer)
 
     def reclaim(self, *, writer: bytes, writing: Iterable[int]) -> int:
         """A writer is back on a new connection and stores only to `writing`, if at all."""
-        kept = set(writing)
-        own = [r for r in self._reservations.values() if r.writer == writer]
-        for reservation in own:
-            if reservation.generation in kept:
-                reservation.quarantined = True
-        return self.abort([r.generation for r in own if r.generation not in kept], writer=writer)
+        return self._reservations.reclaim(writer, writing)
 
     def quarantine(self, writer: bytes) -> int:
         """The writer's connection is lost: nothing of it can be committed; how many that holds."""
-        own = [r for r in self._reservations.values() if r.writer == writer]
-        for reservation in own:
-            reservation.quarantined = True
-        return len(own)
+        return self._reservations.quarantine(writer)
 
     def writer_gone(self, writer: bytes) -> int:
         """The writer's process ended, so nothing can store to its pages; how many that freed."""
-        own = [r for r in self._reservations.values() if r.writer == writer]
-        for reservation in own:
-            self._end(reservation)
-            self.counters.writer_gone += 1
-        return len(own)
+        return self._reservations.writer_gone(writer)
 
     def arrived(self, keys: Iterable[bytes]) -> None:
         """Peers lent these for somebody's use, which has yet to come: it is the first."""
@@ -347,9 +335,7 @@ class Pool:
 
     def expire(self, now_s: float) -> None:
         """Quarantine reservations whose time is over, and end lapsed pins."""
-        for reservation in self._reservations.values():
-            if now_s >= reservation.expires_s:
-                reservation.quarantined = True
+        self._reservations.expire(now_s)
         for pinned in [p for p in self._pins.values() if now_s >= p.expires_s]:
             self._lapse(pinned)
 
@@ -435,14 +421,8 @@ class Pool:
         self._number = max(self._number, kept.number)
         for old in kept.reservations:
             account = self.accounts.of(old.tenant)
-            reservation = Reservation(
-                *(b"", old.generation, 0, old.extents, old.writer, now_s, account),
-                Priority.NORMAL,
-                quarantined=True,
-            )
-            self._reservations[old.generation] = reservation
-            self.accounts.use(account, reservation.pages)
-        self.counters.adopted_reservations += len(kept.reservations)
+            held = (b"", old.generation, 0, old.extents, old.writer, now_s)
+            self._reservations.adopt(Reservation(*held, account, Priority.NORMAL))
         for one in sorted(kept.blocks, key=lambda kept: kept.generation):
             account, pages = self.accounts.of(one.tenant), sum(e.pages for e in one.extents)
             where = (one.key, one.generation, one.size, pages, one.extents, one.tags)
@@ -476,12 +456,8 @@ class Pool:
             account=account,
             priority=priority,
         )
-        if not self.journal.reserved(reservation):
-            self._pages.give_back(extents)
+        if not self._reservations.add(reservation):
             return None
-        self._reservations[self._number] = reservation
-        self.accounts.use(account, reservation.pages)
-        self.counters.reserved += 1
         return Granted(Grant.RESERVED, self._number, extents)
 
     def _make_room(
@@ -528,16 +504,16 @@ class Pool:
     def _commit(
         self, generation: int, tags: tuple[GroupTag, ...], writer: bytes, now_s: float
     ) -> Commitment:
-        reservation = self._owned(generation, writer)
+        reservation = self._reservations.owned(generation, writer)
         if reservation is None:
             return Commitment.EXPIRED
         late = reservation.quarantined or now_s >= reservation.expires_s
         if late or generation <= self._cleared_at:
-            self._end(reservation)
+            self._reservations.end(reservation)
             self.counters.expired += 1
             return Commitment.EXPIRED
         if reservation.key in self._blocks:
-            self._end(reservation)
+            self._reservations.end(reservation)
             self.counters.duplicate += 1
             return Commitment.DUPLICATE
         self._show(reservation, tags, now_s)
@@ -552,24 +528,13 @@ class Pool:
             used_s=_at(now_s, 0.0),
         )
         self.journal.published(block)
-        self.journal.ended(generation)
-        del self._reservations[generation]
+        self._reservations.became_block(reservation)
         self._blocks[key] = block
         self._idle.add(block)
         self.ghosts.forget(key)
         self.feed.add([key])
         self.counters.put += 1
         self.counters.put_bytes += block.size
-
-    def _owned(self, generation: int, writer: bytes) -> Reservation | None:
-        reservation = self._reservations.get(generation)
-        return reservation if reservation is not None and reservation.writer == writer else None
-
-    def _end(self, reservation: Reservation) -> None:
-        self.journal.ended(reservation.generation)
-        del self._reservations[reservation.generation]
-        self.accounts.use(reservation.account, -reservation.pages)
-        self._pages.give_back(reservation.extents)
 
     def _lapse(self, pinned: Pinned) -> None:
         self.counters.lapsed += len(pinned.blocks)
