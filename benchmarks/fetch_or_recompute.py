@@ -227,7 +227,7 @@ async def measure(folder: Path, rounds: int, threads: int) -> None:
     size, most = computing.block_bytes, TOKENS[-1] // BLOCK_TOKENS
     daemons = Daemons(folder)
     try:
-        room = 6 * most * size
+        room = 8 * most * size
         urls = {"owner": daemons.start("owner", room)}
         peers = [{"name": "owner", "url": urls["owner"]}]
         urls["reader"] = daemons.start("reader", room, peers=peers)
@@ -249,14 +249,21 @@ async def measure(folder: Path, rounds: int, threads: int) -> None:
             )
             for n, (name, (reader, owner)) in enumerate(who.items())
         ]
-        await report(computing, sources, rounds)
+
+        def empty() -> None:
+            for name in urls:
+                daemons.evict(name)
+
+        await report(computing, sources, rounds, empty)
         for client in clients.values():
             await client.aclose()
     finally:
         daemons.close()
 
 
-async def report(computing: Computing, sources: Sequence[Fetching], rounds: int) -> None:
+async def report(
+    computing: Computing, sources: Sequence[Fetching], rounds: int, empty: Callable[[], None]
+) -> None:
     """One line for each length, and the crossover."""
     size = computing.block_bytes
     for source in sources:  # what a daemon that runs for a while has learnt
@@ -270,6 +277,7 @@ async def report(computing: Computing, sources: Sequence[Fetching], rounds: int)
     right = total = 0
     crossover: dict[str, int] = {}
     for tokens in TOKENS:
+        await asyncio.to_thread(empty)  # or what is new would be evicted for what was read before
         compute_s, cells = computing.seconds(tokens), []
         estimated_s = computing.pace.seconds(tokens, 0) or 0.0
         cells.append(f"{1e3 * compute_s:.1f} ({1e3 * estimated_s:.1f})")
