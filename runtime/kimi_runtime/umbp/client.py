@@ -4,16 +4,13 @@ A missing, slow or restarting daemon is an outcome, never an exception: the engi
 does not get. The connection is made again by itself, with backoff, by the next call that needs it.
 """
 
-import asyncio
 import math
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from kimi_connect import payloads, wire
-from kimi_connect.arena import Arena
 from kimi_connect.blocks import (
     CopiedOut,
     check_store,
@@ -39,14 +36,14 @@ from kimi_connect.wire import (
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
 from kimi_runtime.umbp.lending import Lent
-from kimi_runtime.umbp.link import Link, LinkLost, open_link
+from kimi_runtime.umbp.link import Link, LinkLost
+from kimi_runtime.umbp.relink import Relink
 from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tiers.dram import COST as DRAM_COST
 
 __all__ = ["LoadResult", "Outcome", "PoolClient", "open_pool"]
 
-BACKOFF_S = (0.05, 2.0)
 ANSWER_S = 0.25
 """Time given to end what was begun (unpin, commit) when the deadline is near or over."""
 
@@ -97,32 +94,26 @@ class PoolClient:
         self.blocks: Counter[Outcome] = Counter()
         """Blocks asked for, by what became of them."""
         self.stored_blocks = 0
-        self.connects = 0
-        self._socket, self._call_key, self._name = socket, call_key, name
         self._group_bytes = tuple(group_bytes)
-        self._connect_s = connect_s
-        self._instance = secrets.token_bytes(16)
-        self._link: Link | None = None
-        self._arena: Arena | None = None
+        self._daemon = Relink(socket, call_key, name, connect_s)
         self._copying = MeasuredCost(DRAM_COST)
-        self._connecting = asyncio.Lock()
-        self._retry_s = 0.0
-        self._backoff_s = BACKOFF_S[0]
-        self._writing: set[int] = set()
-        self._unreported: Counter[Outcome] = Counter()
-        self._closed = False
 
     @property
     def available(self) -> bool:
         """Whether there is a connection now."""
-        return self._link is not None and not self._link.lost
+        return self._daemon.available
+
+    @property
+    def connects(self) -> int:
+        """Connections made so far."""
+        return self._daemon.connects
 
     async def held(self, keys: Sequence[bytes], *, deadline_s: float = 1.0) -> int:
         """Length of the leading run the pool holds; 0 without a daemon. Renews nothing."""
         ends_s = clock.now_s() + deadline_s
         run = 0
         try:
-            link = await self._connected(ends_s)
+            link = await self._daemon.connected(ends_s)
             while run < len(keys):
                 part = list(keys[run : run + wire.MAX_KEYS])
                 answer = await link.call(
@@ -146,7 +137,7 @@ class PoolClient:
         ends_s, run = clock.now_s() + deadline_s, 0
         stretches: list[Stretch] = []
         try:
-            link = await self._connected(ends_s)
+            link = await self._daemon.connected(ends_s)
             while run < len(keys):
                 part = list(keys[run : run + wire.MAX_KEYS])
                 asked = payloads.pack_quote(part, block_bytes)
@@ -167,7 +158,7 @@ class PoolClient:
         """
         ends_s = clock.now_s() + deadline_s
         try:
-            link = await self._connected(ends_s)
+            link = await self._daemon.connected(ends_s)
             for start in reversed(range(0, len(boundaries), BOUNDARIES_A_CALL)):
                 part = list(boundaries[start : start + BOUNDARIES_A_CALL])
                 asked = payloads.pack_deepest(part, pieces)
@@ -216,15 +207,15 @@ class PoolClient:
         """
         ends_s = clock.now_s() + deadline_s
         try:
-            link = await self._connected(ends_s)
+            link = await self._daemon.connected(ends_s)
             within_s = ends_s - clock.now_s()
             asked = payloads.pack_pin(list(keys[:KEYS_A_CALL]), within_s, tenant)
             answer = await link.call(Op.PIN, asked, within_s=within_s)
             pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
-            return Lent(None, 0, [], self._lost(Outcome.UNAVAILABLE, len(keys)).outcome)
+            return Lent(None, 0, [], self._without(Outcome.UNAVAILABLE, len(keys)).outcome)
         except TimeoutError:
-            return Lent(None, 0, [], self._lost(Outcome.LATE, len(keys)).outcome)
+            return Lent(None, 0, [], self._without(Outcome.LATE, len(keys)).outcome)
         arena = link.arena
         assert arena is not None
         if not blocks:
@@ -276,7 +267,7 @@ class PoolClient:
 
     async def prefault(self) -> None:
         """Map the whole arena now, so that no put or get has to; nothing without a daemon."""
-        arena = self._arena
+        arena = self._daemon.arena
         if arena is not None:
             await in_thread(arena.prefault, ends_s=math.inf)
 
@@ -302,51 +293,17 @@ class PoolClient:
         """
         fields = payloads.HintFields(session, kind, list(keys), expected_s, child, tenant)
         payload = payloads.pack_hint(fields)
-        if self._link is not None:
-            self._link.tell(Op.HINT, payload)
+        self._daemon.tell(Op.HINT, payload)
 
     async def aclose(self) -> None:
         """End the connection; pins and reservations end with it."""
-        self._closed = True
-        self._arena = None
-        if self._link is not None:
-            self._link.close()
-
-    async def _connected(self, ends_s: float) -> Link:
-        """The connection, made again if it must and may be. LinkLost."""
-        if self._link is not None and not self._link.lost:
-            return self._link
-        async with self._connecting:
-            if self._link is not None and not self._link.lost:
-                return self._link
-            if self._closed or clock.now_s() < self._retry_s:
-                raise LinkLost("the pool daemon could not be reached a moment ago")
-            sent = frozenset(self._writing)
-            try:
-                self._link = await open_link(
-                    self._socket,
-                    self._call_key,
-                    instance=self._instance,
-                    name=self._name,
-                    writing=sent,
-                    within_s=min(self._connect_s, max(0.0, ends_s - clock.now_s())),
-                )
-            except LinkLost:
-                self._retry_s = clock.now_s() + self._backoff_s
-                self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
-                raise
-            self._backoff_s = BACKOFF_S[0]
-            self.connects += 1
-            self._arena = self._link.arena
-            self._settle(self._link, sent - self._writing)
-            self._report(self._link)
-            return self._link
+        self._daemon.close()
 
     async def _load_local(
         self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
     ) -> int:
         """How many leading blocks came from the arena without the daemon."""
-        arena = self._arena
+        arena = self._daemon.arena
         if not keys or arena is None or not arena.live or clock.now_s() >= ends_s:
             return 0
         if arena.directory.find(keys[0]) is None:
@@ -368,15 +325,15 @@ class PoolClient:
         self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float, tenant: str
     ) -> LoadResult:
         try:
-            link = await self._connected(ends_s)
+            link = await self._daemon.connected(ends_s)
             within_s = ends_s - clock.now_s()
             asked = payloads.pack_pin(list(keys), within_s, tenant)
             answer = await link.call(Op.PIN, asked, within_s=within_s)
             pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
-            return self._lost(Outcome.UNAVAILABLE, len(keys))
+            return self._without(Outcome.UNAVAILABLE, len(keys))
         except TimeoutError:
-            return self._lost(Outcome.LATE, len(keys))
+            return self._without(Outcome.LATE, len(keys))
         if not blocks:
             return LoadResult(0, wire.outcome_of(gap) if gap is not Gap.NONE else Outcome.MISS)
         copied, late = await self._copy_out(link, pin, keys, blocks, into, ends_s)
@@ -388,7 +345,7 @@ class PoolClient:
             )
             protected = payloads.unpack_number(_payload(answer, Op.COUNT))
         except (LinkLost, TimeoutError, wire.WireError):
-            return self._lost(Outcome.UNAVAILABLE, len(keys))
+            return self._without(Outcome.UNAVAILABLE, len(keys))
         if not protected:
             return LoadResult(0, Outcome.LATE)  # the daemon counts a lapsed pin itself
         if copied.corrupt is not None:
@@ -433,7 +390,7 @@ class PoolClient:
         priority: Priority,
     ) -> tuple[int, int]:
         """How many of `keys` were asked for, and how many leading ones of them are kept."""
-        link = await self._connected(ends_s)
+        link = await self._daemon.connected(ends_s)
         views = [flat(block) for block in blocks]
         items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
         asked = payloads.pack_reserve(items, tenant, priority)
@@ -466,10 +423,9 @@ class PoolClient:
         self._tell(Op.TOUCH, keys)
 
     def _tell(self, op: Op, keys: Sequence[bytes]) -> None:
-        if self._link is not None and keys:
-            for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
-                part = list(keys[start : start + wire.MAX_KEYS])
-                self._link.tell(op, payloads.pack_keys(part))
+        for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
+            part = list(keys[start : start + wire.MAX_KEYS])
+            self._daemon.tell(op, payloads.pack_keys(part))
 
     async def _copy_in(
         self,
@@ -488,36 +444,19 @@ class PoolClient:
         def work(stop: Stop) -> list[tuple[int, tuple[GroupTag, ...]]]:
             return copy_in(arena, keys, grants, blocks, groups, leaves, stop)
 
-        self._writing |= generations
+        self._daemon.writing |= generations
         try:
             if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
                 written = work(Stop())
             else:
                 written, _ = await in_thread(work, ends_s=ends_s)
         finally:
-            # the copy has ended: what it did not finish, or what a lost link held, is given back
-            self._writing -= generations
-            self._settle(link, generations - {generation for generation, _ in written})
-            if link.lost and self._link is not None:
-                self._settle(self._link, generations)
+            self._daemon.wrote(link, generations, {generation for generation, _ in written})
         return written
 
-    def _settle(self, link: Link, generations: "set[int] | frozenset[int]") -> None:
-        if generations:
-            link.tell(Op.ABORT, payloads.pack_generations(sorted(generations)))
-
-    def _lost(self, outcome: Outcome, blocks: int) -> LoadResult:
-        """Count what the daemon could not see; it is told when there is a connection."""
-        self._unreported[outcome] += blocks
-        if self._link is not None and not self._link.lost:
-            self._report(self._link)
+    def _without(self, outcome: Outcome, blocks: int) -> LoadResult:
+        self._daemon.unseen(outcome, blocks)
         return LoadResult(0, outcome)
-
-    def _report(self, link: Link) -> None:
-        if self._unreported.total():
-            counts = (self._unreported[Outcome.UNAVAILABLE], self._unreported[Outcome.LATE])
-            link.tell(Op.REPORT, payloads.pack_report(*counts))
-            self._unreported.clear()
 
 
 def _payload(frame: wire.Frame, op: Op) -> bytes:

@@ -301,7 +301,7 @@ async def test_a_killed_daemon_s_memory_is_served_by_the_next(tmp_path):
     client = await open_pool(spec.socket, CALL_KEY)
     assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 60
     await client.load(keys[:20], targets(20), deadline_s=5.0)
-    first = client._arena.epoch
+    first = client._daemon.arena.epoch
     process.kill()
     async with running(spec) as daemon:
         assert daemon.clients.arena.epoch > first
@@ -328,8 +328,8 @@ async def test_what_was_damaged_while_no_daemon_ran_is_dropped_and_never_served(
     client = await open_pool(spec.socket, CALL_KEY)
     assert await client.store(keys, blocks_of(keys), deadline_s=5.0) == 3
     process.kill()
-    page = client._arena.directory.find(keys[1]).block.extents[0]
-    next(client._arena.parts([page], 100))[50] ^= 1
+    page = client._daemon.arena.directory.find(keys[1]).block.extents[0]
+    next(client._daemon.arena.parts([page], 100))[50] ^= 1
     into = targets(3)
     assert (await client.load(keys, into, deadline_s=1.0)).blocks == 1
     async with running(spec) as daemon:

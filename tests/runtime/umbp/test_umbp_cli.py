@@ -91,7 +91,7 @@ async def test_damage_is_named_dropped_and_an_exit_status(home):
     keys = keys_of(3, 500)
     async with aclosing(await open_pool(spec.socket, CALL_KEY)) as client:
         await client.store(keys, blocks_of(keys), deadline_s=SOON_S)
-        arena = client._arena
+        arena = client._daemon.arena
         found = arena.directory.find(keys[1])
         next(arena.parts(found.block.extents, found.block.size))[9] ^= 4
         status, text, _ = await asked(folder, "verify", "--tier", "memory")
