@@ -11,9 +11,11 @@ from kimi_runtime.errors import ConfigError
 from kimi_runtime.sim.chance import stream
 from kimi_runtime.sim.fit import fitted_constants
 from kimi_runtime.sim.links import Links
+from kimi_runtime.sim.measured import MeasuredStep, measured_timing
 from kimi_runtime.sim.pool import SimPool
+from kimi_runtime.sim.ssd import READ, WRITE
 from kimi_runtime.sim.timeline import Timeline
-from kimi_runtime.sim.timing import Timing, timing_of
+from kimi_runtime.sim.timing import StepTiming, timing_of
 from kimi_runtime.sim.worker import SimWorker
 from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.spec.hardware import NodeSpec
@@ -36,6 +38,7 @@ class ClusterSpec(SpecModel):
     block_tokens: PositiveInt = Field(256, description="Larger blocks simulate sooner.")
     hbm_tokens: PositiveInt | None = Field(None, description="KV of a worker; None: what is left.")
     pool: Annotated[Bytes, Ge(0)] = Field(10**12, description="Of each node; 0: there is none.")
+    ssd: Annotated[Bytes, Ge(0)] = Field(0, description="Behind each node's pool; 0: none.")
     remote_pools: bool = Field(True, description="Workers can read other nodes' pools.")
     peers: bool = Field(True, description="Workers can read each other's memory when told to.")
     streams: PositiveInt = Field(1, description="Layer groups that reads and computing overlap in.")
@@ -48,6 +51,12 @@ class ClusterSpec(SpecModel):
         0.02, description="Standard deviation of how fast equal workers are, as a share."
     )
     fast: bool = Field(True, description="Fast-forward unchanged decode batches.")
+    measured: MeasuredStep | None = Field(
+        None, description="Step times of this machine; None: those of published tables."
+    )
+    workers_per_node: PositiveInt | None = Field(
+        None, description="None: as many as a node's GPUs are enough for."
+    )
 
     @property
     def gpus(self) -> int:
@@ -79,7 +88,7 @@ class Cluster:
     spec: ClusterSpec
     timeline: Timeline
     seed: int
-    timing: Timing = field(init=False)
+    timing: StepTiming = field(init=False)
     links: Links = field(init=False)
     total_blocks: int = field(init=False)
     workers: dict[str, SimWorker] = field(default_factory=dict)
@@ -93,9 +102,7 @@ class Cluster:
     def __post_init__(self) -> None:
         """Start everything."""
         spec = self.spec
-        self.timing = timing_of(
-            spec.model, spec.gpu, tensor=spec.tensor, constants=fitted_constants()
-        )
+        self.timing = _timing(spec)
         node = self.node_spec
         if spec.tensor > node.gpus or node.gpus % spec.tensor:
             raise ConfigError(
@@ -123,7 +130,7 @@ class Cluster:
         """A worker comes, on the node where there is room next."""
         if name in self.workers:
             raise ConfigError(f"worker {name} is there already; choose another name")
-        per_node = max(self.node_spec.gpus // self.spec.tensor, 1)
+        per_node = self.spec.workers_per_node or max(self.node_spec.gpus // self.spec.tensor, 1)
         node = f"n{self._places // per_node}"
         self._places += 1
         return self._start(name, role, node)
@@ -177,7 +184,14 @@ class Cluster:
         size = spec.block_tokens * self.timing.kv_token_bytes
         if spec.pool and node not in self.pools:
             load_s = 1 / machine.host_link.sustained_rate
-            self.pools[node] = SimPool(node, node, max(spec.pool // size, 1), size, load_s)
+            drive = machine.drive
+            self._have(f"{node}/{READ}", drive.sustained_rate)
+            self._have(f"{node}/{WRITE}", drive.write_rate or drive.sustained_rate)
+            self.pools[node] = SimPool(
+                *(node, node, max(spec.pool // size, 1), size, load_s),
+                ssd_blocks=spec.ssd // size,
+                links=self.links,
+            )
         chance = stream(self.seed, "speed", name)
         worker = SimWorker(
             name,
@@ -216,3 +230,9 @@ class Cluster:
             return spec.hbm_tokens
         sharding = Sharding(tensor=spec.tensor)
         return kv_tokens(self.timing.model, self.node_spec.gpu, sharding, dtype="fp8")
+
+
+def _timing(spec: ClusterSpec) -> StepTiming:
+    if spec.measured is not None:
+        return measured_timing(spec.model, spec.gpu, tensor=spec.tensor, step=spec.measured)
+    return timing_of(spec.model, spec.gpu, tensor=spec.tensor, constants=fitted_constants())

@@ -1,10 +1,13 @@
 """One node's KV pool in the simulator: production's bookkeeping, without the bytes. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_connect.wire import Grant
+from kimi_runtime.sim.links import Links
+from kimi_runtime.sim.ssd import SimSsd
 from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.holdings import TierHoldings
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.retention import Hint, Retention
 
@@ -17,27 +20,44 @@ QUIET_SHARE = 0.5
 
 @dataclass(slots=True)
 class SimPool:
-    """`blocks` of `block_bytes` in a node's memory; losing a byte costs `load_s_per_byte`."""
+    """`blocks` of `block_bytes` in a node's memory; losing a byte costs `load_s_per_byte`.
+
+    With `ssd_blocks`, there are as many behind it on the node's drive, reached over `links`.
+    """
 
     name: str
     node: str
     blocks: int
     block_bytes: int
     load_s_per_byte: float
+    ssd_blocks: int = 0
+    links: Links | None = None
     feed: FeedLog = field(init=False)
     pool: Pool = field(init=False)
+    ssd: SimSsd | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """An empty pool."""
         self.feed = FeedLog(self.name, epoch=1, tier="dram", keep_events=KEPT_EVENTS)
+        in_memory, on_ssd = TierHoldings.pair(self.feed)
         self.pool = Pool(
             total_pages=self.blocks,
             page_bytes=self.block_bytes,
-            feed=self.feed,
+            feed=in_memory if self.ssd_blocks else self.feed,
             reservation_ttl_s=LEASE_S,
             pin_lease_s=LEASE_S,
             retention=Retention(seconds_per_byte=lambda key: self.load_s_per_byte),
         )
+        if self.ssd_blocks:
+            assert self.links is not None
+            self.ssd = SimSsd(
+                self.node,
+                self.pool,
+                on_ssd,
+                blocks=self.ssd_blocks,
+                block_bytes=self.block_bytes,
+                links=self.links,
+            )
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` held."""
@@ -64,8 +84,23 @@ class SimPool:
 
     def used(self, keys: Sequence[bytes], *, now_s: float) -> None:
         """An engine found these in its own memory."""
-        if self.pool.free_pages < QUIET_SHARE * self.blocks:
+        if self.ssd is not None:
             self.pool.use(keys, now_s)
+            self.ssd.used(keys)
+        elif self.pool.free_pages < QUIET_SHARE * self.blocks:
+            self.pool.use(keys, now_s)
+
+    def loaded(self, keys: Sequence[bytes], *, now_s: float) -> None:
+        """An engine read these from here. Only what goes to SSD depends on how often."""
+        if self.ssd is not None:
+            self.used(keys, now_s=now_s)
+
+    def bring(self, keys: Sequence[bytes], done: Callable[[], None], *, tenant: str) -> bool:
+        """Read what follows the run of `keys` in memory from SSD; `done` once a piece is there.
+
+        False: nothing comes.
+        """
+        return self.ssd is not None and self.ssd.bring(keys, done, tenant=tenant)
 
     def hint(self, hint: Hint, *, now_s: float) -> None:
         """What the router knows of a session."""

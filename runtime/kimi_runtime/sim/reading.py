@@ -104,7 +104,8 @@ class Reader:
         if read is None:
             read = self._from_pool(lacking)
         if read is None:
-            self._schedule(work)
+            if not self._from_ssd(work, lacking):
+                self._schedule(work)
             return
         work.read = read
         work.deadline = self._timeline.after(DEADLINE_S, lambda: self._over(work, read))
@@ -119,6 +120,27 @@ class Reader:
         pin, _ = pool.pin(keys[:held], now_s=now_s)
         links = (f"{self._name}/host",)
         return Read("pool", links, len, lambda: pool.unpin(pin), count=held)
+
+    def _from_ssd(self, work: Work, keys: Sequence[bytes]) -> bool:
+        """Wait for the pool to read the next of `keys` from its SSD; False if nothing will come."""
+        now_s = self._timeline.now_s
+        if work.ssd_until_s is None:
+            work.ssd_until_s = now_s + DEADLINE_S
+        if self.pool is None or not keys or now_s >= work.ssd_until_s:
+            return False
+        if not self.pool.bring(keys, lambda: self._look_again(work), tenant=work.request.tenant):
+            return False
+        work.deadline = self._timeline.at(work.ssd_until_s, lambda: self._look_again(work))
+        return True
+
+    def _look_again(self, work: Work) -> None:
+        """What was waited for is in the pool's memory, or it is late."""
+        if work.left or work.deadline is None:
+            return
+        self._touch()
+        work.deadline.cancel()
+        work.deadline = None
+        self._next(work)
 
     def _move(self, work: Work, read: Read, reserved: list[int]) -> None:
         work.blocks = reserved
@@ -150,6 +172,8 @@ class Reader:
         most = len(request.tokens) - request.samples
         request.computed = min(len(request.blocks) * request.chain.block_tokens, most)
         read.release()
+        if self.pool is not None and read.source == "pool" and not brought:
+            self.pool.loaded(keys[: len(request.blocks)], now_s=self._timeline.now_s)
         self._brought(brought)
         self._next(work)
 

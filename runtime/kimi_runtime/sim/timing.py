@@ -19,6 +19,7 @@ ATOM's does: K3's layers have more of them than K2's, which is why they take lon
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.sim.published import published_figures
@@ -62,6 +63,33 @@ class Constants:
     """For how long a prompt that is handed over occupies its worker besides being computed."""
     hand_off_s: float
     """From there until the decode worker begins, besides moving the bytes."""
+
+
+class StepTiming(Protocol):
+    """What the simulator has to know of a worker: how long its steps take, and what it is."""
+
+    @property
+    def model(self) -> ModelSpec:
+        """What it serves."""
+
+    @property
+    def node(self) -> NodeSpec:
+        """What it runs on."""
+
+    @property
+    def constants(self) -> Constants:
+        """Times besides those of steps."""
+
+    @property
+    def kv_token_s(self) -> float:
+        """Of each KV token that the generating rows of a step hold."""
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of a token's KV."""
+
+    def step_s(self, rows: int, kv_tokens: float, new_tokens: int = 0, pairs: float = 0.0) -> float:
+        """Seconds of one step; 0 if there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ class Work:
     deadline: Timer | None = None
     read_s: float = 0.0
     """How long reads took."""
+    ssd_until_s: float | None = None
+    """Until when it waits for what the pool has on SSD."""
 
     @property
     def scheduled(self) -> bool:

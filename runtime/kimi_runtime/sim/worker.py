@@ -18,7 +18,7 @@ from kimi_runtime.sim.pool import KEPT_EVENTS, SimPool
 from kimi_runtime.sim.reading import Reader
 from kimi_runtime.sim.storing import Writer
 from kimi_runtime.sim.timeline import Timeline, Timer
-from kimi_runtime.sim.timing import Timing
+from kimi_runtime.sim.timing import StepTiming
 from kimi_runtime.sim.window import Window
 from kimi_runtime.sim.work import Work
 from kimi_runtime.spec.worker import LoadReport, Role
@@ -39,7 +39,7 @@ class SimWorker:
     def __init__(
         self,
         name: str,
-        timing: Timing,
+        timing: StepTiming,
         limits: SchedulerLimits,
         total_blocks: int,
         *,
