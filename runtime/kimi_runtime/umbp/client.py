@@ -132,7 +132,8 @@ class PoolClient:
     ) -> list[Stretch]:
         """The leading run the pool has, by where it is, with the seconds until it were loaded.
 
-        Blocks are about `block_bytes` large. Nothing without a daemon. Renews nothing.
+        Blocks are about `block_bytes` large. Nothing without a daemon. Renews nothing. What is not
+        quoted counts as looked up and lost: `load` is for the others.
         """
         ends_s, run = clock.now_s() + deadline_s, 0
         stretches: list[Stretch] = []
@@ -147,8 +148,10 @@ class PoolClient:
                 run += (count := sum(stretch.blocks for stretch in quoted))
                 if count < len(part):
                     break
-        except (LinkLost, TimeoutError, wire.WireError):
-            pass
+        except (LinkLost, wire.WireError):
+            self._without(Outcome.UNAVAILABLE, len(keys) - run)
+        except TimeoutError:
+            self._without(Outcome.LATE, len(keys) - run)
         copy_s = block_bytes / self._copying.cost.bytes_per_s
         return [s._replace(seconds=s.seconds + copy_s * s.blocks) for s in stretches]
 

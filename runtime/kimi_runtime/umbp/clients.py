@@ -22,7 +22,7 @@ from kimi_runtime import clock
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.funnel import Lost
 from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
-from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, pinned_payload
+from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, count_missed, pinned_payload
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.proving import Proving
 from kimi_runtime.umbp.quote import quote
@@ -289,8 +289,7 @@ class Connection(asyncio.Protocol):
             case Op.PIN:
                 self._pin(request, payload)
             case Op.QUOTE:
-                quoted = self._clients.quote(*payloads.unpack_quote(payload))
-                self._send(Op.QUOTED, request, payloads.pack_quoted(quoted))
+                self._send(Op.QUOTED, request, self._quote(*payloads.unpack_quote(payload)))
             case _ if op in _COUNTED:
                 self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
@@ -389,6 +388,13 @@ class Connection(asyncio.Protocol):
             if tier is not None and tier.help(keys, answer, within_s=within_s, tenant=tenant):
                 return
         answer(Gap.MISS)
+
+    def _quote(self, keys: Sequence[bytes], block_bytes: int) -> bytes:
+        """QUOTED's payload. What is not quoted is asked for by nobody, and so is lost here."""
+        quoted = self._clients.quote(keys, block_bytes)
+        found = sum(stretch.blocks for stretch in quoted)
+        count_missed(self._pool, keys[found:], 0, Gap.MISS, self._clients.elsewhere)
+        return payloads.pack_quoted(quoted)
 
     def _unpin(self, payload: bytes) -> bool:
         pin, good, corrupt = payloads.unpack_unpin(payload)

@@ -34,20 +34,26 @@ def pinned_payload(
     failed = pinned.gap is not Gap.NONE and failure in (Gap.CORRUPT, Gap.LATE)
     gap = failure if failed else pinned.gap
     found = len(pinned.blocks)
-    missed = keys[found:] if gap is not Gap.NONE else []
     pool.funnel.pinned(pinned.number, reader, keys[:found])
-    pool.funnel.missed(
-        why_lost(
-            missed,
-            gap,
-            here=lambda key: pool.block(key) is not None,
-            elsewhere=elsewhere,
-            evicted=pool.ghosts.__contains__,
-        )
-    )
-    pool.ghosts.asked([*keys[:found], *missed], found, lambda key: pool.block(key) is not None)
+    count_missed(pool, keys if gap is not Gap.NONE else keys[:found], found, gap, elsewhere)
     blocks = [
         PinnedBlock(block.generation, block.size, block.tags, block.extents)
         for block in pinned.blocks
     ]
     return payloads.pack_pinned(pinned.number, gap, blocks)
+
+
+def count_missed(
+    pool: Pool, keys: Sequence[bytes], found: int, gap: Gap, elsewhere: Callable[[bytes], bool]
+) -> None:
+    """`found` leading ones of `keys` were there: why the others are lost, and what memory would
+    have kept them.
+    """
+
+    def here(key: bytes) -> bool:
+        return pool.block(key) is not None
+
+    evicted = pool.ghosts.__contains__
+    lost = why_lost(keys[found:], gap, here=here, elsewhere=elsewhere, evicted=evicted)
+    pool.funnel.missed(lost)
+    pool.ghosts.asked(keys, found, here)

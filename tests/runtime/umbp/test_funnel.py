@@ -10,7 +10,7 @@ from kimi_connect.wire import Gap, Outcome
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.funnel import MAX_BROUGHT, Funnel, Lost, Where, why_lost
-from pool_daemon import CALL_KEY, blocks_of, keys_of, targets
+from pool_daemon import BLOCK, CALL_KEY, blocks_of, keys_of, targets
 from pool_peers import SOON_S, knows, owner_of, peer, until
 
 KEYS = keys_of(8)
@@ -140,3 +140,22 @@ async def test_what_clients_got_and_lost_is_what_the_daemon_counts(tmp_path):
         assert funnel.lost[Lost.UNAVAILABLE] == 6
         for client in clients[1:]:
             await client.aclose()
+
+
+async def test_what_a_quote_says_is_not_there_is_counted_though_nobody_asks_for_it(tmp_path):
+    """As engines look up: a quote of the whole prompt, then a load of what is there."""
+    async with peer(tmp_path, "a") as (a, at_a):
+        pool, keys = a.clients.pool, keys_of(10)
+        await at_a.store(keys[:8], blocks_of(keys[:8]), deadline_s=SOON_S)
+        a.tier.evict(2)
+        held = pool.held(keys)
+        assert held == await at_a.held(keys) == 6  # which looks nothing up
+        assert pool.funnel.looked_up == 0
+        quoted = await at_a.quote(keys, block_bytes=BLOCK, deadline_s=SOON_S)
+        assert sum(stretch.blocks for stretch in quoted) == held
+        assert await at_a.load(keys[:6], targets(6), deadline_s=SOON_S) == (6, Outcome.HIT)
+        await at_a.held(keys)  # answered after what was told
+        assert pool.funnel.lost == {Lost.EVICTED: 2, Lost.NOT_COMPUTED: 2}
+        assert (pool.funnel.hits, pool.funnel.looked_up) == ({Where.MEMORY: 6}, 10)
+        assert pool.ghosts.asked_blocks == 10
+        assert max(pool.ghosts.more_hits.values()) == 2
