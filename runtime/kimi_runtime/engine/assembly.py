@@ -1,5 +1,6 @@
 """How the engine's parts fit together, whatever they compute on and move bytes with."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class Backing:
     pool: Pool | None = None
     call_key: bytes | None = None
     progress: ProgressSource | None = None
+    transfer_faults: Counter[str] | None = None
+    """Where `transports` count the faults they inject, if they do."""
     states: StateMemory | None = None
     """Of a runner whose model has a recurrent state; `checkpoints` keeps them in `pool`."""
     checkpoints: Checkpoints | None = None
@@ -63,6 +66,8 @@ def assemble(
     take, `urls` where a hand-off of its own is given back and followed.
     """
     freed, counters = Freed(), EngineCounters()
+    if backing.transfer_faults is not None:
+        counters.transfer_faults = backing.transfer_faults
     feed = FeedLog(info.name, epoch=info.epoch, tier="hbm", block_tokens=info.block_tokens)
     blocks = KvBlocks(info.total_blocks, feed)
     view = backing.runner.block

@@ -10,7 +10,7 @@ from kimi_runtime.spec.request import KvUsage
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the engine started, and three gauges of now.
+    """Totals since the engine started, and four gauges of now.
 
     The sums of `prompt_tokens` are over admitted requests: every token of an admitted prompt is
     counted once, under where its KV came from (`hbm`, `pool`, `hand_off`, `computed`).
@@ -51,8 +51,12 @@ class EngineCounters:
     hand_off_failures: Counter[str] = field(default_factory=Counter)
     release_failures: int = 0
     """Hand-offs whose owner could not be told; its lease ends them."""
+    transfer_faults: Counter[str] = field(default_factory=Counter)
+    """Faults that transfers met because its file asks for them (`WorkerSpec.chaos`), by kind."""
     running: int = 0
     waiting: int = 0
+    open_hand_offs: int = 0
+    """Tickets whose blocks are kept for their readers."""
     quarantined_blocks: int = 0
     """Blocks that a transfer which never ended might still write to; they are never used again."""
 

@@ -213,6 +213,11 @@ class HandOffs:
         for ticket in [*self._pins, *self._open]:
             self._end(ticket)
 
+    @property
+    def tickets(self) -> int:
+        """Those that have not ended."""
+        return len(self._open.keys() | self._pins.keys())
+
     def holders(self) -> list[tuple[int, ...]]:
         """The blocks that are pinned, for `KvBlocks.check_integrity`."""
         computing = [tuple(offer.blocks.values()) for offer in self._computing.values()]

@@ -308,6 +308,10 @@ class _WorkerState:
                 "Blocks a transfer might still write to.",
                 counters.quarantined_blocks,
             ),
+            "open_hand_offs": (
+                "Hand-offs whose blocks are kept for their readers.",
+                counters.open_hand_offs,
+            ),
             "total_blocks": ("KV blocks of the engine.", info.total_blocks),
             "held_blocks": ("Blocks with a key, told to the feed.", len(self._adapter.feed)),
         }
@@ -351,6 +355,7 @@ class _WorkerState:
             "pool_failures": ("Pool loads that failed, by outcome.", "outcome"),
             "hand_off_failures": ("Hand-offs that failed, by reason.", "reason"),
             "hand_off_transports": ("Hand-offs read from, by transport.", "transport"),
+            "transfer_faults": ("Faults injected into transfers on purpose, by kind.", "fault"),
         }
         for name, (text, label) in labelled.items():
             family = CounterMetricFamily(f"kimistack_worker_{name}", text, labels=[label])

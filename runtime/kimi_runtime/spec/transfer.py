@@ -2,12 +2,13 @@
 
 import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Self
 
 from annotated_types import Ge, Le
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import SpecModel
+from kimi_runtime.units import Seconds
 
 _NAME = re.compile(
     r"[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*\.?"
@@ -70,3 +71,35 @@ class TransferNetwork(SpecModel):
         4, description="Connections of one tcp session."
     )
     rdma: RdmaCard = RdmaCard()
+
+
+Chance = Annotated[float, Ge(0), Le(1)]
+
+
+class TransferChaos(SpecModel):
+    """Faults that a process injects into what it reads from its peers, to test what they cost.
+
+    Chances are per batch of a transfer, and exclude each other.
+    """
+
+    seed: int = 0
+    delay: Chance = Field(0.0, description="It starts later, by `delay_time`.")
+    drop: Chance = Field(0.0, description="Nothing moves; the deadline ends it.")
+    duplicate: Chance = Field(0.0, description="It moves twice.")
+    corrupt: Chance = Field(0.0, description="It reports success, and one bit is wrong.")
+    stall: Chance = Field(0.0, description="A part moves, then nothing; the deadline ends it.")
+    rehome: Chance = Field(0.0, description="The region is gone, as after a restart of its owner.")
+    delay_time: Annotated[Seconds, Ge(0)] = 0.01
+
+    @model_validator(mode="after")
+    def _exclusive(self) -> Self:
+        chances = (
+            *(self.delay, self.drop, self.duplicate),
+            *(self.corrupt, self.stall, self.rehome),
+        )
+        if sum(chances) > 1 + 1e-9:
+            raise ValueError(
+                f"chances of faults that exclude each other add up to {sum(chances):g}; "
+                "at most 1 can be shared out"
+            )
+        return self

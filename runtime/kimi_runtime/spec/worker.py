@@ -8,7 +8,7 @@ from annotated_types import Gt
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from kimi_runtime.spec.base import ReportModel, SpecModel
-from kimi_runtime.spec.transfer import TransferNetwork
+from kimi_runtime.spec.transfer import TransferChaos, TransferNetwork
 from kimi_runtime.units import Bytes, Seconds
 
 TransferName = Literal["shm", "loopback", "tcp", "verbs"]
@@ -98,6 +98,11 @@ class WorkerSpec(SpecModel):
     )
     drain_file: Path | None = Field(
         None, description="While this file is not empty, routers are asked to leave the worker."
+    )
+    chaos: TransferChaos | None = Field(
+        None,
+        description="For tests alone: transfers fail on purpose. No deployment can ask for it; "
+        "whoever tests writes it into this file.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -6,13 +6,16 @@ be repeated. With no fault in the plan it is the inner transport.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from kimi_connect.blocks import flat
 from kimi_runtime.errors import RegionGone, TransferCancelled, TransferLate
 from kimi_runtime.spec.request import RegionRef
+from kimi_runtime.spec.transfer import TransferChaos
 from kimi_runtime.transfer.base import LinkCounters, Session, Span, Transport
 from kimi_runtime.transfer.memory import Memory
 
@@ -52,6 +55,12 @@ class ChaosPlan:
         if min(chances) < 0 or sum(chances) > 1 + 1e-9:
             raise ValueError(f"chances of {chances} are no chances of exclusive faults")
 
+    @classmethod
+    def of(cls, chaos: TransferChaos) -> Self:
+        """The plan a process's file asks for."""
+        chances = {fault.value: getattr(chaos, fault.value) for fault in Fault}
+        return cls(seed=chaos.seed, delay_s=chaos.delay_time, **chances)
+
     def draw(self, dice: random.Random) -> Fault | None:
         """The fault of one batch."""
         left = dice.random()
@@ -74,10 +83,16 @@ class Injection:
 class ChaosTransport:
     """`inner` with the faults of `plan`; `injected` lists them."""
 
-    def __init__(self, inner: Transport, plan: ChaosPlan) -> None:
+    def __init__(
+        self, inner: Transport, plan: ChaosPlan, *, counts: Counter[str] | None = None
+    ) -> None:
+        """`counts`: where each is counted as well, by kind; None: nowhere."""
         self.injected: list[Injection] = []
+        self._counts: Counter[str] = Counter() if counts is None else counts
         self._inner, self._plan = inner, plan
         self._dice = random.Random(plan.seed)
+        # of their own: whether a read came in time must not change which faults come next
+        self._bits = random.Random(f"{plan.seed}/bits")
         self._sessions: list[ChaosSession] = []
 
     @property
@@ -96,7 +111,9 @@ class ChaosTransport:
     async def open(self, remote: RegionRef, *, deadline_s: float) -> Session:
         """A session whose batches meet faults."""
         inner = await self._inner.open(remote, deadline_s=deadline_s)
-        session = ChaosSession(inner, remote, self._plan, self._dice, self.injected)
+        session = ChaosSession(
+            *(inner, remote, self._plan), dice=self._dice, bits=self._bits, note=self._note
+        )
         self._sessions = [s for s in self._sessions if not s.closed] + [session]
         return session
 
@@ -105,6 +122,10 @@ class ChaosTransport:
         for session in self._sessions:
             await session.aclose()
         await self._inner.aclose()
+
+    def _note(self, injection: Injection) -> None:
+        self.injected.append(injection)
+        self._counts[injection.fault.value] += 1
 
 
 class ChaosSession:
@@ -115,11 +136,13 @@ class ChaosSession:
         inner: Session,
         remote: RegionRef,
         plan: ChaosPlan,
+        *,
         dice: random.Random,
-        injected: list[Injection],
+        bits: random.Random,
+        note: Callable[[Injection], None],
     ) -> None:
         self._inner, self._remote, self._plan = inner, remote, plan
-        self._dice, self._injected = dice, injected
+        self._dice, self._bits, self._note = dice, bits, note
         self._closing = asyncio.Event()
         self._batch = 0
         self._failed = 0
@@ -176,7 +199,7 @@ class ChaosSession:
         self._batch += 1
         fault = self._plan.draw(self._dice)
         if fault is not None:
-            self._injected.append(Injection(fault, self._remote.peer, self._batch))
+            self._note(Injection(fault, self._remote.peer, self._batch))
         return fault
 
     async def _before(self, fault: Fault | None, deadline_s: float) -> float:
@@ -211,5 +234,5 @@ class ChaosSession:
     def _flip(self, view: memoryview, ranges: Sequence[tuple[int, int]]) -> None:
         if not ranges:
             return
-        start, size = self._dice.choice(ranges)
-        view[start + self._dice.randrange(size)] ^= 1 << self._dice.randrange(8)
+        start, size = self._bits.choice(ranges)
+        view[start + self._bits.randrange(size)] ^= 1 << self._bits.randrange(8)

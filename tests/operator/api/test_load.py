@@ -32,6 +32,15 @@ def refusal(text: str) -> str:
             "spec.decode.env[0].nam: unknown field; did you mean name?",
         ),
         ("{preset: p, worker: {}}", "spec.worker: unknown field; there are adapters, budget"),
+        # a worker's own file may ask for faults; what is deployed may not
+        (
+            "{preset: p, decode: {chaos: {corrupt: 1}}}",
+            "spec.decode.chaos: unknown field; there are",
+        ),
+        (
+            "{preset: p, transfer: {chaos: {corrupt: 1}}}",
+            "spec.transfer.chaos: unknown field; there are",
+        ),
         ("{preset: p, kvPool: {dram: 5XB}}", "spec.kvPool.dram: '5XB' is no size: write e.g."),
         (
             "{preset: p, decode: {drain: {timeout: 30}, probes: {startupTimeout: soon}}}",

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kimi_runtime.bench.replay.client import Endpoint
 from kimi_runtime.bench.replay.outcome import Outcome
-from kimi_runtime.bench.replay.play import play
+from kimi_runtime.bench.replay.play import Retries, play
 from kimi_runtime.bench.replay.report import summary
 from kimi_runtime.bench.replay.texts import Scale, Texts
 from kimi_runtime.cli import app
@@ -24,15 +24,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Served:
     """Answers `word` per token asked for; remembers what was asked."""
 
-    def __init__(self, *, fail_at: int | None = None, cut: bool = False) -> None:
+    def __init__(self, *, fail_at: int | None = None, status: int = 429, cut: bool = False) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self._fail_at, self._cut = fail_at, cut
+        self._fail_at, self._status, self._cut = fail_at, status, cut
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
         if self._fail_at == len(self.bodies):
-            return web.json_response({"error": {"message": "too many"}}, status=429)
+            body, headers = {"error": {"message": "too many"}}, {"Retry-After": "0"}
+            return web.json_response(body, status=self._status, headers=headers)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         for number in range(body["max_tokens"]):
@@ -70,11 +71,14 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def played(load: Workload, served: Served, *, timeout_s: float = 20) -> list[Outcome]:
+def played(
+    load: Workload, served: Served, *, timeout_s: float = 20, **options: Any
+) -> list[Outcome]:
     async def run() -> list[Outcome]:
         async with serving(served.handle) as url:
             endpoint = Endpoint(url, "m", timeout_s=timeout_s)
-            return await play(load, endpoint, TEXTS, scale=Scale(tokens=2.0, pauses=0.01))
+            scale = Scale(tokens=2.0, pauses=0.01)
+            return await play(load, endpoint, TEXTS, scale=scale, **options)
 
     return asyncio.run(run())
 
@@ -113,6 +117,41 @@ def test_a_failed_turn_is_named_and_ends_its_session_alone():
     ]
     assert outcomes[0].error is not None
     assert outcomes[0].error.startswith("HTTP 429")
+
+
+def test_a_client_that_asks_again_keeps_both_attempts_and_goes_on():
+    served = Served(fail_at=2)
+    load = Workload("again", (session("a", Turn(8, 4), Turn(8, 4, Pause.END)),))
+    outcomes = played(load, served, retries=Retries(most=1))
+    assert [(one.turn, one.attempt, one.ok) for one in outcomes] == [
+        (0, 0, True),
+        (1, 0, False),
+        (1, 1, True),
+    ]
+    assert (outcomes[1].status, outcomes[1].retry_after_s) == (429, 0.0)
+    assert served.bodies[1] == served.bodies[2]
+
+
+def test_what_is_refused_for_good_is_not_asked_again():
+    load = Workload("refused", (session("a", Turn(8, 4, Pause.END)),))
+    (outcome,) = played(load, Served(fail_at=1, status=400), retries=Retries(most=3))
+    assert (outcome.ok, outcome.status) == (False, 400)
+
+
+def test_a_session_goes_on_after_the_answers_it_has_had():
+    turns = (Turn(8, 4), Turn(8, 4), Turn(8, 4, Pause.END))
+    load, whole, rest = Workload("rest", (session("a", *turns),)), Served(), Served()
+    first, *others = played(load, whole)
+    assert [one.turn for one in played(load, rest, answered={"a": [first.text]})] == [1, 2]
+    assert rest.bodies == whole.bodies[1:]
+    assert [one.text for one in others] == ["w0 w1 "] * 2
+
+
+def test_waits_are_what_lies_between_all_that_came():
+    (outcome,) = played(Workload("one", (session("a", Turn(8, 4, Pause.END)),)), Served())
+    assert outcome.waits[0] == (outcome.asked_s, outcome.first_s)
+    assert len(outcome.waits) == 3
+    assert outcome.waits[-1][1] == outcome.ended_s
 
 
 def test_a_stream_without_an_end_is_a_failure():

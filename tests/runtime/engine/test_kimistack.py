@@ -16,9 +16,10 @@ from kimi_runtime.engine.adapters import open_adapter
 from kimi_runtime.engine.adapters.base import Adapter
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.request import FinishReason, GenerateRequest, KvPlan
-from kimi_runtime.spec.transfer import TransferNetwork
+from kimi_runtime.spec.transfer import TransferChaos, TransferNetwork
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import EngineLimits, RandomWeights, Role, WorkerSpec
+from kimi_runtime.transfer.chaos import Fault
 from kimi_runtime.umbp.daemon import serve
 
 
@@ -51,6 +52,29 @@ async def generate(adapter: Adapter, asked: GenerateRequest) -> Answer:
 
 def prompt(seed: int, size: int) -> list[int]:
     return random.Random(seed).choices(range(2000), k=size)
+
+
+async def test_corruptions_that_a_worker_s_file_asks_for_are_counted_and_all_of_them_found(folder):
+    prompts = [prompt(seed, 60) for seed in range(8)]
+    spec = worker(folder, "decode", chaos=TransferChaos(seed=1, corrupt=0.5))
+    async with AsyncExitStack() as owned:
+        source = await owned.enter_async_context(open_adapter(worker(folder, "source")))
+        decode = await owned.enter_async_context(open_adapter(spec))
+        for ids in prompts:
+            wanted = (await generate(source, request(ids, 4))).ids
+            offered = await generate(source, request(ids, kv=KvPlan(offer=True)))
+            assert source.counters().open_hand_offs == 1
+            taken = await generate(decode, request(ids, 4, kv=KvPlan(take=offered.hand_off)))
+            assert taken.ids == wanted
+            await source.release(offered.hand_off.ticket)
+        counters = decode.counters()
+        injected = counters.transfer_faults["corrupt"]
+        assert 0 < injected < len(prompts)
+        assert counters.hand_off_failures["corrupt"] == injected
+        assert counters.hand_offs_taken == len(prompts) - injected
+        assert set(counters.transfer_faults) == set(Fault)
+        assert not source.counters().transfer_faults
+        assert source.counters().open_hand_offs == 0
 
 
 async def test_greedy_ids_are_equal_aggregated_cached_chunked_together_pooled_and_handed_off(

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from kimi_runtime.settings import read_settings
-from kimi_runtime.spec.transfer import RdmaCard, TransferNetwork
+from kimi_runtime.spec.transfer import RdmaCard, TransferChaos, TransferNetwork
 from kimi_runtime.spec.worker import EngineLimits, RandomWeights, Role, WorkerSpec
 
 
@@ -66,6 +66,13 @@ def test_two_listeners_of_a_worker_do_not_share_a_port():
         worker(transfer="tcp", network=network)
     assert worker(transfer="shm", network=network).transports == ("shm",)
     assert worker(port=0, transfer="tcp").network.port == 0
+
+
+def test_chances_of_faults_that_exclude_each_other_are_at_most_one():
+    assert worker(chaos={"corrupt": 0.5, "drop": 0.5}).chaos == TransferChaos(corrupt=0.5, drop=0.5)
+    with pytest.raises(ValidationError, match=r"add up to 1.5; at most 1"):
+        worker(chaos={"corrupt": 0.75, "drop": 0.75})
+    assert worker().chaos is None
 
 
 def test_memory_of_the_host_is_tried_before_the_network():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kimi_runtime import clock
 from kimi_runtime.errors import RegionGone, TransferCancelled, TransferLate
+from kimi_runtime.spec.transfer import TransferChaos
 from kimi_runtime.transfer.base import Span
 from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport, Fault
 from kimi_runtime.transfer.loopback import Fabric, LoopbackTransport
@@ -68,6 +69,14 @@ def test_wrong_bytes_are_never_accepted_whatever_the_faults(seed):
 def test_every_single_flipped_bit_is_found():
     wrong, refused, injected = asyncio.run(hand_off(ChaosPlan(seed=7, corrupt=1.0), 400))
     assert (wrong, refused, injected) == (0, 400, [Fault.CORRUPT] * 400)
+
+
+def test_a_process_s_file_names_the_faults_and_each_is_counted():
+    asked = TransferChaos(seed=7, corrupt=1.0, delay_time=2.0)
+    assert ChaosPlan.of(asked) == ChaosPlan(seed=7, corrupt=1.0, delay_s=2.0)
+    assert all(
+        ChaosPlan.of(TransferChaos(**{fault: 1.0})) == ChaosPlan(**{fault: 1.0}) for fault in Fault
+    )
 
 
 def test_equal_seeds_give_equal_faults():

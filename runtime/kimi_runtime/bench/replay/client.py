@@ -72,15 +72,19 @@ class ChatClient:
         }
         parts: list[str] = []
         async with self._http.post(url, json=body, headers=headers) as answer:
+            outcome.status = answer.status
             if answer.status != 200:
+                outcome.retry_after_s = _seconds(answer.headers.get("Retry-After"))
                 outcome.error = f"HTTP {answer.status}: {(await answer.text())[:300]}"
                 return
-            async for event in _events(answer.content):
-                self._take(outcome, event, parts)
-                if leave_after is not None and len(outcome.chunk_s) >= leave_after:
-                    outcome.aborted = True
-                    break
-        outcome.text = "".join(parts)
+            try:
+                async for event in _events(answer.content):
+                    self._take(outcome, event, parts)
+                    if leave_after is not None and len(outcome.chunk_s) >= leave_after:
+                        outcome.aborted = True
+                        break
+            finally:
+                outcome.text = "".join(parts)
 
     def _take(self, outcome: Outcome, event: dict[str, Any], parts: list[str]) -> None:
         if "error" in event:
@@ -99,6 +103,11 @@ class ChatClient:
                 outcome.chunk_s.append(now_s)
                 parts.append(text if delta.get("content") else "")
             outcome.finish = choice.get("finish_reason") or outcome.finish
+
+
+def _seconds(header: str | None) -> float | None:
+    """A Retry-After in seconds; None for none, and for a date."""
+    return float(header) if header is not None and header.isdecimal() else None
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:

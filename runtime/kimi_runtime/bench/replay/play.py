@@ -2,17 +2,38 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import aiohttp
+from annotated_types import Ge
+from pydantic import NonNegativeInt
 
 from kimi_runtime import clock
 from kimi_runtime.bench.replay.client import ChatClient, Endpoint, Message
 from kimi_runtime.bench.replay.outcome import Outcome
 from kimi_runtime.bench.replay.texts import Scale, Texts
 from kimi_runtime.sim.sessions import Session, Turn, Workload
+from kimi_runtime.spec.base import SpecModel
 
 Progress = Callable[[Outcome], None]
+
+
+class Retries(SpecModel):
+    """How a client asks again after a failure that may pass: as OpenAI's own clients do."""
+
+    most: NonNegativeInt = 0
+    """Of one turn, after the first attempt."""
+    first_pause_s: Annotated[float, Ge(0)] = 0.5
+    """Doubled each time; what the endpoint's Retry-After says goes before it."""
+    longest_pause_s: Annotated[float, Ge(0)] = 8.0
+
+    def pause_s(self, failed: Outcome) -> float:
+        """How long to wait after this attempt."""
+        pause_s = self.first_pause_s * 2.0**failed.attempt
+        if failed.retry_after_s is not None:
+            pause_s = failed.retry_after_s
+        return min(pause_s, self.longest_pause_s)
 
 
 async def play(
@@ -22,20 +43,28 @@ async def play(
     *,
     scale: Scale | None = None,
     on_outcome: Progress | None = None,
+    retries: Retries | None = None,
+    answered: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Outcome]:
-    """Every request's outcome, in the order of sessions and turns.
+    """Every request's outcome, in the order of sessions, turns and attempts.
 
-    A session whose request fails asks nothing more: what would follow depends on the answer.
+    A session whose request fails for good asks nothing more: what would follow depends on the
+    answer. `answered` are the answers sessions have had: each goes on with the turn after them.
     """
     began_s = clock.now_s()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         client = ChatClient(http, endpoint, lambda: clock.now_s() - began_s)
-        player = _Player(client, texts, scale or Scale(), began_s, on_outcome)
+        player = _Player(
+            *(client, texts, scale or Scale(), began_s),
+            on_outcome=on_outcome,
+            retries=retries or Retries(),
+            answered=answered or {},
+        )
         await player.all(workload)
     order = {name: number for number, name in enumerate(_names(workload.sessions))}
-    return sorted(player.outcomes, key=lambda outcome: (order[outcome.session], outcome.turn))
+    return sorted(player.outcomes, key=lambda one: (order[one.session], one.turn, one.attempt))
 
 
 class _Player:
@@ -45,10 +74,14 @@ class _Player:
         texts: Texts,
         scale: Scale,
         began_s: float,
+        *,
         on_outcome: Progress | None,
+        retries: Retries,
+        answered: Mapping[str, Sequence[str]],
     ) -> None:
         self._client, self._texts, self._scale = client, texts, scale
         self._began_s, self._on_outcome = began_s, on_outcome
+        self._retries, self._answered = retries, answered
         self.outcomes: list[Outcome] = []
 
     async def all(self, workload: Workload) -> None:
@@ -75,6 +108,7 @@ class _Player:
         said = list(inherited)
         if session.prefix_tokens and not session.child:
             said.append(self._says("system", session.prefix, session.prefix_tokens))
+        given = self._answered.get(session.name, ())
         for number, turn in enumerate(session.turns):
             if session.contexts:
                 said = [self._says("user", *piece) for piece in session.contexts[number]]
@@ -82,14 +116,31 @@ class _Player:
                 if turn.keep_tokens is not None:
                     said = self._compacted(said, turn.keep_tokens)
                 said.append(self._says("user", session.text + 2 * number, turn.append_tokens))
-            outcome = await self._ask(session.name, number, turn, said)
+            if number < len(given):
+                said.append({"role": "assistant", "content": given[number]})
+                continue
+            outcome = await self._answer(session.name, number, turn, said)
             if not outcome.ok:
                 return
             said.append({"role": "assistant", "content": outcome.text})
             await self._pause(turn, said)
 
-    async def _ask(self, session: str, number: int, turn: Turn, said: Sequence[Message]) -> Outcome:
-        outcome = Outcome(session, number, clock.now_s() - self._began_s)
+    async def _answer(
+        self, session: str, number: int, turn: Turn, said: Sequence[Message]
+    ) -> Outcome:
+        """The last attempt's outcome."""
+        attempt = 0
+        while True:
+            outcome = await self._ask(session, number, turn, said, attempt)
+            if not outcome.passing or attempt == self._retries.most:
+                return outcome
+            await asyncio.sleep(self._retries.pause_s(outcome))
+            attempt += 1
+
+    async def _ask(
+        self, session: str, number: int, turn: Turn, said: Sequence[Message], attempt: int
+    ) -> Outcome:
+        outcome = Outcome(session, number, clock.now_s() - self._began_s, attempt=attempt)
         leave = turn.aborted_after
         await self._client.ask(
             outcome,

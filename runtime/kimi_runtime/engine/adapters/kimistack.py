@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib.metadata
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlunsplit
@@ -21,11 +23,15 @@ from kimi_runtime.spec.model import ModelSpec
 from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo, WorkerSpec
 from kimi_runtime.transfer import open_transport
+from kimi_runtime.transfer.base import Transport
+from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport, Fault
 from kimi_runtime.transfer.memory import Memory, private_memory, shared_memory
 from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.keys import pool_key_of
 from kimi_runtime.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -50,10 +56,15 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
         if memory.path is not None:
             owned.callback(memory.path.unlink, missing_ok=True)
         runner = await asyncio.to_thread(_runner, spec, model, weights, vocabulary, memory, blocks)
-        transports = []
+        transports: list[Transport] = []
+        faults: Counter[str] = Counter()
         for name in spec.transports:
             network = NetworkSettings.of(spec.network, call_keys, host=spec.host)
             transport = await open_transport(name, peer=spec.name, network=network)
+            if spec.chaos is not None:
+                _log.warning("transfers fail on purpose", extra={"fields": spec.chaos.model_dump()})
+                faults.update({fault.value: 0 for fault in Fault})
+                transport = ChaosTransport(transport, ChaosPlan.of(spec.chaos), counts=faults)
             owned.push_async_callback(transport.aclose)
             transports.append(transport)
         pool = None
@@ -65,7 +76,7 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
         engine = assemble(
             _info(spec, model, runner, vocabulary),
             _model(model, vocabulary, pool_key_of(call_key)),
-            Backing(runner, memory, transports, pool, call_key),
+            Backing(runner, memory, transports, pool, call_key, transfer_faults=faults),
             spec.limits,
             lease_s=spec.hand_off_lease,
             deadline_s=spec.pull_deadline,

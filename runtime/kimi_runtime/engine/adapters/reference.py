@@ -72,6 +72,8 @@ class ReferenceAdapter:
         self._counters.preemptions = self._scheduler.preemptions
         self._counters.running = self._scheduler.running
         self._counters.waiting = self._scheduler.waiting + self._fetching
+        if self._parts.hand_offs is not None:
+            self._counters.open_hand_offs = self._parts.hand_offs.tickets
         return self._counters.copy()
 
     def load(self) -> LoadReport:
