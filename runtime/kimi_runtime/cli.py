@@ -21,6 +21,7 @@ from kimi_runtime.errors import ConfigError, KimistackError
 from kimi_runtime.explain_cli import explain
 from kimi_runtime.settings import read_settings
 from kimi_runtime.sim.cli import app as sim_app
+from kimi_runtime.spec.file import not_that, read_spec
 from kimi_runtime.spec.router import RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import FileWeights, PackagedWeights, WorkerSpec
@@ -154,18 +155,11 @@ def _guarded(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _read(path: Path, kind: type[S]) -> S:
+    spec = read_spec(path, kind)
     try:
-        text = path.read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"the spec file {path} cannot be read: {exc.strerror}") from exc
-    try:
-        return read_settings().onto(kind.model_validate_json(text))
+        return read_settings().onto(spec)
     except ValidationError as exc:
-        errors = exc.errors(include_url=False, include_context=False)
-        places = "; ".join(
-            f"{'.'.join(map(str, error['loc'])) or 'the file'}: {error['msg']}" for error in errors
-        )
-        raise ConfigError(f"{path} is no {kind.__name__}: {places}") from exc
+        raise not_that(path, kind, exc) from exc
 
 
 def _first(group: BaseExceptionGroup[E]) -> E:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
 
-from kimi_runtime.errors import ConfigError, KimistackError, NotFound
+from kimi_connect.wire import KEY_BYTES
+from kimi_runtime.errors import KimistackError, NotFound
 from kimi_runtime.settings import pool_specs
+from kimi_runtime.spec.file import read_spec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.units import parse_bytes, parse_rate, parse_seconds
 
@@ -31,6 +32,9 @@ CALL_S = 30.0
 VERIFY_S = 24 * 3600.0
 SPARE_S = 10.0
 """Beyond the time a drain is given, for its answer."""
+
+MOST = 2**53
+"""Of bytes, seconds or bytes a second: what a call can name, with room for milliseconds."""
 
 SpecOption = Annotated[
     Path | None,
@@ -56,7 +60,9 @@ def inspect(
     socket: SocketOption = None,
     address: AddressOption = None,
     call_key: KeyOption = None,
-    hottest: Annotated[int, typer.Option("--hottest", min=0, help="Blocks to list.")] = 10,
+    hottest: Annotated[
+        int, typer.Option("--hottest", min=0, max=1000, help="Blocks to list.")
+    ] = 10,
     output: Output = "text",
 ) -> None:
     """Show what it holds, for whom, what is used most, how peers fare, and where lookups end."""
@@ -127,12 +133,12 @@ def evict(
     from kimi_runtime.umbp.control.tables import as_dict, evicted
     from kimi_runtime.umbp.rpc.methods import EVICT
 
-    free = until_free and _parsed(parse_bytes, until_free)
+    free = None if until_free is None else _parsed(parse_bytes, until_free)
     which: dict[str, Any] = {
         "tenant": tenant,
-        "keys": {"keys": [_parsed(bytes.fromhex, key) for key in keys]} if keys else None,
+        "keys": {"keys": [_parsed(_key, key) for key in keys]} if keys else None,
         "all": everything or None,
-        "until_free_bytes": free or None,
+        "until_free_bytes": free,
     }
     chosen = {name: value for name, value in which.items() if value is not None}
     if len(chosen) != 1:
@@ -262,19 +268,31 @@ def _spec_of(path: Path | None) -> UmbpSpec:
                 "--socket or --address with --call-key"
             )
         path = known[0]
-    try:
-        return UmbpSpec.model_validate_json(path.read_bytes())
-    except OSError as exc:
-        raise ConfigError(f"the spec file {path} cannot be read: {exc.strerror}") from exc
-    except ValidationError as exc:
-        raise ConfigError(f"{path} is no UmbpSpec: {exc.errors()[0]['msg']}") from exc
+    return read_spec(path, UmbpSpec)
 
 
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     try:
-        return parse(text)
+        value = parse(text)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
+    if isinstance(value, int | float) and value > MOST:
+        raise typer.BadParameter(f"{text!r} is more than any daemon has or waits for")
+    return value
+
+
+def _key(text: str) -> bytes:
+    """A block's whole key; a table shows the beginnings of keys."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ValueError(
+            f"{text!r} is no key, which has {2 * KEY_BYTES} hexadecimal digits: inspect -o json "
+            "lists whole keys"
+        )
+    return key
 
 
 def _show(told: dict[str, Any], text: str, output: str) -> None:

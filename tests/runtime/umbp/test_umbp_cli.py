@@ -120,6 +120,36 @@ def test_what_cannot_be_done_is_one_line_and_a_status(home, tmp_path):
     assert (status, "not started from a file" in text) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("inspect", "--hottest", "99999999999"), "1000"),
+        (("verify", "--rate", "99999999999GiB/s"), "more than any daemon"),
+        (("evict", "--until-free", "99999999999GiB"), "more than any daemon"),
+        (("evict", "--key", "aa84a53c90a2"), "32 hexadecimal digits"),
+        (("evict", "--key", "nonsense"), "'nonsense' is no key"),
+        (("drain", "--within", "99999999999999h"), "more than any daemon"),
+    ],
+)
+def test_a_number_or_key_that_no_daemon_can_be_asked_for_is_refused_before_it(home, words, says):
+    status, _, error = umbp(home[0], *words)
+    assert (status, says in " ".join(error.split()), "Traceback" in error) == (2, True, False)
+
+
+def test_more_than_the_memory_has_is_not_made_free(home):
+    status, _, error = umbp(home[0], "evict", "--until-free", "1TiB")
+    assert (status, "1TiB can't become free" in error) == (1, True)
+    assert umbp(home[0], "evict", "--until-free", "0")[0] == 0
+
+
+def test_a_spec_that_is_none_is_refused_with_the_place_of_what_is_wrong(home, tmp_path):
+    folder, spec = home
+    path = tmp_path / "umbp.json"
+    path.write_text(spec.model_dump_json(exclude_none=True).replace("dram_bytes", "dram_byte"))
+    status, _, error = umbp(folder, "inspect", "--spec", path)
+    assert (status, "dram_bytes: Field required" in error, "dram_byte:" in error) == (2, True, True)
+
+
 def test_a_drain_says_what_is_lost_with_a_node_that_has_no_peers(home):
     folder, _ = home
     status, text, _ = umbp(folder, "drain", "--within", "2s")

@@ -3,15 +3,15 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from kimi_connect.wire import KEY_BYTES
 from kimi_runtime import clock
 from kimi_runtime.errors import RequestError
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.proto import control_pb2 as wire
+from kimi_runtime.units import format_bytes
 
 SLICE = 256
 """Blocks forgotten between two looks at requests."""
-
-KEY_BYTES = 16
 
 
 async def evict(clients: Clients, asked: wire.EvictRequest) -> wire.EvictAnswer:
@@ -46,6 +46,12 @@ async def evict(clients: Clients, asked: wire.EvictRequest) -> wire.EvictAnswer:
 
 async def _until_free(clients: Clients, free_bytes: int) -> wire.EvictAnswer:
     pool, answer = clients.pool, wire.EvictAnswer()
+    most = pool.total_pages * pool.page_bytes
+    if free_bytes > most:
+        raise RequestError(
+            f"{format_bytes(free_bytes)} can't become free: the memory has {format_bytes(most)}; "
+            "ask for less, or for all of it to be forgotten"
+        )
     before = pool.counters.evicted_bytes
     while pool.free_pages * pool.page_bytes < free_bytes:
         gone = len(pool.evict(1, clock.now_s()))

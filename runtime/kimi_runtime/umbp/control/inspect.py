@@ -9,6 +9,7 @@ from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.proto import control_pb2 as wire
 from kimi_runtime.umbp.remote.service import Remote
 from kimi_runtime.umbp.second_tier import SecondTier
+from kimi_runtime.umbp.ssdlog.health import Access
 from kimi_runtime.umbp.state import DaemonState
 
 Name = TypeVar("Name", bound=str)
@@ -51,13 +52,15 @@ def _memory(pool: Pool) -> wire.Tier:
 
 def _ssd(second: SecondTier) -> wire.Tier:
     stats = second.tier.stats()
+    # "full" access would be read as a disk that has no room
+    access = "open" if stats.access is Access.FULL else stats.access.value
     return wire.Tier(
         name="ssd",
         blocks=stats.blocks,
         used_bytes=stats.disk_bytes,
         evictable_bytes=stats.live_bytes,
         capacity_bytes=stats.capacity_bytes,
-        state=f"{stats.access.value}: {stats.reason}" if stats.reason else stats.access.value,
+        state=f"{access}: {stats.reason}" if stats.reason else access,
     )
 
 
