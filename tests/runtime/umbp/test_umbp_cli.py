@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from kimi_runtime.cli import app
 from kimi_runtime.settings import pool_specs
 from kimi_runtime.umbp.client import open_pool
+from kimi_runtime.umbp.control.tables import table
 from pool_daemon import CALL_KEY, DaemonProcess, blocks_of, keys_of, pool_spec, targets
 from pool_peers import SOON_S
 
@@ -140,6 +141,14 @@ def test_more_than_the_memory_has_is_not_made_free(home):
     status, _, error = umbp(home[0], "evict", "--until-free", "1TiB")
     assert (status, "1TiB can't become free" in error) == (1, True)
     assert umbp(home[0], "evict", "--until-free", "0")[0] == 0
+
+
+def test_names_do_not_steer_the_terminal_that_shows_them():
+    assert table(("TENANT", "USED"), [("ev\x1b[31mil\n", 1), ("Zoë 東京", 20)]) == [
+        r"TENANT          USED",
+        r"ev\x1b[31mil\n     1",
+        r"Zoë 東京            20",
+    ]
 
 
 def test_a_spec_that_is_none_is_refused_with_the_place_of_what_is_wrong(home, tmp_path):

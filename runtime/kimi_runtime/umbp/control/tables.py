@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Columns as wide as they need; numbers to the right."""
-    texts = [list(head), *[[str(cell) for cell in row] for row in rows]]
+    texts = [list(head), *[[_shown(str(cell)) for cell in row] for row in rows]]
     widths = [max(len(row[n]) for row in texts) for n in range(len(head))]
     right = [bool(rows) and isinstance(rows[0][n], int | float) for n in range(len(head))]
     return [
@@ -44,6 +44,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
         ).rstrip()
         for row in texts
     ]
+
+
+def _shown(text: str) -> str:
+    """What a name holds beside characters that a terminal shows would move its cursor: escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def inspected(answer: wire.InspectAnswer) -> str:
