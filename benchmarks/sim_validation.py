@@ -9,8 +9,8 @@ take no part in the fit. Prints predicted beside measured.
 
 The machine is part of what is measured: it is timed before the sessions are played and once more
 after, the fit is to both, and how far they lie apart is how far the machine itself changed
-meanwhile. Of the workers' processor seconds, which other programs do not lengthen, as many are
-predicted as a second of lone steps took.
+meanwhile. Of the workers' processor seconds, which other programs lengthen less than times, as many
+are predicted as a second of lone steps took.
 """
 
 import argparse
