@@ -1,0 +1,256 @@
+"""Processes that die or freeze, and transfers that fail, while 16 clients hold conversations.
+
+Every answer is compared with that of a run without faults: its text, why it ended and how many
+tokens it has; of an answer that was cut, its text is a front of the expected one. Decoding is
+greedy and a row's logits are the same in any batch, so whoever computes a turn says the same. Only
+a new router knows histories by their text alone (docs/decisions/0005): behind one the expected
+answers are those of another new router, asked the same from the same turn on, without a fault.
+
+A table of what each fault cost is printed at the end; docs/faults.md has it.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fault_table import Answer, Row, Turn, answers_of, kind_of, table, wrong_of
+from faulty_stack import FaultyStack
+from kimi_operator.local.machine import free_ports
+from kimi_runtime import clock
+from kimi_runtime.bench.replay.client import Endpoint
+from kimi_runtime.bench.replay.outcome import Outcome
+from kimi_runtime.bench.replay.play import Retries, play
+from kimi_runtime.bench.replay.texts import Texts
+from kimi_runtime.protocol.vocabulary import open_vocabulary
+from kimi_runtime.sim import sessions as load
+
+MANIFEST = """
+apiVersion: kimistack.dev/v1alpha1
+kind: KimiDeployment
+metadata: {{name: faults}}
+spec:
+  preset: kimi-nano/cpu
+  prefill: {{replicas: 1, limits: {{kvMemory: 16MiB}}}}
+  decode: {{replicas: 2, limits: {{kvMemory: 16MiB}}}}
+  transfer: {{backend: tcp}}
+  kvPool: {{dram: 24MiB, ssd: {{path: {ssd}, capacity: 256MiB}}}}
+"""
+CLIENTS, TURNS, OUTPUT_TOKENS = 16, 5, 16
+BEFORE = 3
+"""Turns of each session while the fault happens; the others follow once the process is back."""
+FAULT_AFTER = CLIENTS
+"""Answered requests, of 48."""
+FROZEN_S = 5.0
+LONGEST_WAIT_S = 10.0
+LEASES_S = 45.0
+"""Hand-offs whose reader is gone are kept for 30 s."""
+TEXTS = Texts.of(open_vocabulary(), seed=1)
+RETRIES = Retries(most=8, longest_pause_s=4.0)
+CHAOS = {
+    "seed": 7,
+    "delay": 0.2,
+    "delay_time": "50ms",
+    "duplicate": 0.1,
+    "corrupt": 0.15,
+    "rehome": 0.05,
+    "drop": 0.01,
+    "stall": 0.01,
+}
+WORKERS = ("prefill-0", "decode-0", "decode-1")
+
+
+def conversations(turns: int = TURNS) -> load.Workload:
+    """Every client's: a system prompt that all have, a first question, and what tools said."""
+    made = []
+    for number in range(CLIENTS):
+        lengths = (70, *(40 + 8 * ((number + turn) % 4) for turn in range(1, turns)))
+        asked = tuple(load.Turn(tokens, OUTPUT_TOKENS, pause_s=0.2) for tokens in lengths)
+        name, text = f"client-{number}", 1000 * (number + 1)
+        made.append(load.Session(name, text, asked, 0.25 * number, prefix=1, prefix_tokens=130))
+    return load.Workload(f"{CLIENTS} conversations", tuple(made))
+
+
+class Trial:
+    """The stack, what it says without faults, and a row for each fault."""
+
+    def __init__(self, stack: FaultyStack) -> None:
+        self.stack = stack
+        self.expected: dict[Turn, Answer] = {}
+        self.rows: list[Row] = []
+
+    async def play(
+        self,
+        turns: int = TURNS,
+        *,
+        answered: dict[str, list[str]] | None = None,
+        told: Callable[[Outcome], None] | None = None,
+    ) -> list[Outcome]:
+        endpoint = Endpoint(self.stack.url, "kimi-nano", timeout_s=60.0)
+        return await play(
+            *(conversations(turns), endpoint, TEXTS),
+            on_outcome=told,
+            retries=RETRIES,
+            answered=answered,
+        )
+
+    async def during(self, fault: str, victim: str, happens: Callable[[], Any]) -> Row:
+        """Play the first turns, let the fault happen amid them, and the others after it."""
+        row, under_way, answers = Row(fault), asyncio.Event(), 0
+
+        def told(outcome: Outcome) -> None:
+            nonlocal answers
+            answers += outcome.ok
+            if answers >= FAULT_AFTER:
+                under_way.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(self.play(BEFORE, told=told))
+            await under_way.wait()
+            while not (row.in_flight or first.done()):  # a prefill is over soon
+                row.in_flight = await asyncio.to_thread(self.in_flight, victim)
+            retried, began_s = self.retries(), clock.now_s()
+            await happens()
+            row.away_s = clock.now_s() - began_s
+        row.outcomes = first.result()
+        row.later = await self.play(answered=said(row.outcomes))
+        row.retried = self.retries() - (0 if victim == "router-0" else retried)
+        await self.finish(row)
+        return row
+
+    async def finish(self, row: Row) -> None:
+        """All requests are over: what is left of them, and whether every turn was answered."""
+        began_s = clock.now_s()
+        row.leaks = await self.stack.quiet(LEASES_S)
+        row.quiet_s = clock.now_s() - began_s
+        row.unanswered = CLIENTS * TURNS - len(answers_of(row.all))
+        self.rows.append(row)
+
+    def in_flight(self, name: str) -> float:
+        samples = self.stack.metrics("router-0")
+        if name in self.stack.workers:
+            return samples["kimistack_router_worker_in_flight", name]
+        return samples["kimistack_router_in_flight", ""]
+
+    def retries(self) -> float:
+        return self.stack.metrics("router-0")["kimistack_router_retries_total", ""]
+
+
+def said(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    """The answers that each session has had, in order."""
+    found: dict[str, list[str]] = {}
+    for one in outcomes:
+        if one.ok:
+            found.setdefault(one.session, []).append(one.text)
+    return found
+
+
+def check(row: Row) -> None:
+    """What must hold whatever happened."""
+    assert row.wrong == []
+    assert row.unanswered == 0
+    assert row.leaks == {}
+    assert row.worst_wait_s <= LONGEST_WAIT_S
+    silent = [one for one in row.all if not one.ok and "without a word" in kind_of(one)]
+    assert silent == []
+
+
+@pytest.fixture(scope="module")
+def trial(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Trial]:
+    home = tmp_path_factory.mktemp("home")
+    manifest = MANIFEST.format(ssd=tmp_path_factory.mktemp("ssd"))
+    stack = FaultyStack(home, free_ports("127.0.0.1", 1)[0], "faults", manifest)
+    try:
+        made = Trial(stack)
+        for fault in ("none: the expected answers", "none, again"):
+            row = Row(fault, asyncio.run(made.play()))
+            made.expected = made.expected or answers_of(row.all)
+            row.wrong = wrong_of(row.all, made.expected)
+            made.rows.append(row)
+        yield made
+    finally:
+        stack.down()
+        capture = request.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print("\n\n" + table(made.rows))
+
+
+def test_without_a_fault_every_turn_is_answered_and_twice_the_same(trial: Trial):
+    for row in trial.rows[:2]:
+        assert row.errors == {}
+        assert row.wrong == []
+    assert len(trial.expected) == CLIENTS * TURNS
+    metrics = [trial.stack.metrics(name) for name in WORKERS]
+    assert sum(one["kimistack_worker_prompt_tokens_total", "pool"] for one in metrics) > 0
+    pool = trial.stack.metrics("umbp-0")
+    assert pool["kimistack_umbp_evicted_blocks_total", ""] > 0
+    assert pool["kimistack_umbp_ssd_put_blocks_total", ""] > 0
+
+
+@pytest.mark.parametrize("victim", [*WORKERS, "umbp-0"])
+async def test_a_killed_process_costs_time_and_nothing_else(trial: Trial, victim: str):
+    row = await trial.during(f"kill -9 {victim}", victim, lambda: trial.stack.kill(victim))
+    row.wrong = wrong_of(row.all, trial.expected)
+    check(row)
+
+
+async def test_a_killed_router_is_a_new_one_that_reads_the_histories(trial: Trial):
+    killed_s = 0.0
+
+    async def kill() -> None:
+        nonlocal killed_s
+        killed_s = clock.now_s()
+        await trial.stack.kill("router-0")
+
+    began_s = clock.now_s()
+    row = await trial.during("kill -9 router-0", "router-0", kill)
+    old = [one for one in row.outcomes if one.asked_s <= killed_s - began_s]
+    new = [one for one in row.all if one not in old]
+    await trial.stack.kill("router-0")
+    again = await trial.play(answered=said(old))
+    row.wrong = wrong_of(old, trial.expected) + wrong_of(new, answers_of(again))
+    await trial.stack.kill("router-0")  # it must not know the turns of this test by other ids
+    check(row)
+
+
+@pytest.mark.parametrize("victim", [*WORKERS, "umbp-0", "router-0"])
+async def test_a_frozen_process_costs_time_and_nothing_else(trial: Trial, victim: str):
+    async def freeze() -> None:
+        trial.stack.signal(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(FROZEN_S)
+        finally:
+            trial.stack.signal(victim, signal.SIGCONT)
+
+    row = await trial.during(f"SIGSTOP {victim}, {FROZEN_S:g} s", victim, freeze)
+    row.wrong = wrong_of(row.all, trial.expected)
+    check(row)
+
+
+async def test_every_corruption_of_a_transfer_is_found(trial: Trial):
+    for name in WORKERS:
+        trial.stack.rewrite(name, lambda spec: spec.update(chaos=CHAOS))
+    await trial.stack.kill(*WORKERS)
+    row = Row("transfers that fail", await trial.play())
+    await trial.finish(row)
+    row.wrong = wrong_of(row.all, trial.expected)
+    metrics = [trial.stack.metrics(name) for name in WORKERS]
+    injected, found = (
+        {
+            label: sum(one[name, label] for one in metrics)
+            for label in {label for one in metrics for (metric, label) in one if metric == name}
+        }
+        for name in (
+            "kimistack_worker_transfer_faults_total",
+            "kimistack_worker_hand_off_failures_total",
+        )
+    )
+    told = ", ".join(f"{count:g} {fault}" for fault, count in sorted(injected.items()))
+    row.fault += f" ({told}; found corrupt: {found.get('corrupt', 0):g})"
+    assert all(injected.values())
+    assert found["corrupt"] == injected["corrupt"]
+    check(row)
