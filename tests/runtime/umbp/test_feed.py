@@ -1,13 +1,14 @@
 from itertools import count
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kimi_runtime.errors import ProtocolError
 from kimi_runtime.spec.umbp import FeedBatch, FeedEvent, FeedHello, FeedSnapshotPage
 from kimi_runtime.umbp.feed import (
+    Changes,
     FeedFollower,
     FeedLog,
     FollowState,
@@ -365,3 +366,26 @@ def test_a_line_survives_its_encoding(line):
 def test_a_line_that_is_none_is_a_protocol_error(text):
     with pytest.raises(ProtocolError, match="feed line does not parse"):
         decode_line(text)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(("add", "remove", "clear")), SUBSETS), max_size=12),
+    st.integers(1, 5),
+)
+def test_changes_say_what_their_wire_format_says(done, limit):
+    log = log_of(keep_events=1000)
+    near, far = FeedFollower(), FeedFollower()
+    for follower in (near, far):
+        follower.apply(log.hello())
+    for op, keys in done:
+        getattr(log, op)(*([keys] if op != "clear" else []))
+    while near.seq < log.seq:
+        changes = log.changes_after(near.seq, limit)
+        batch = log.batch_after(near.seq, limit)
+        assert Changes.of(decode_line(encode_line(batch))) == changes
+        assert near.take(changes)
+        assert far.apply(batch)
+        assert set(near.keys) == set(far.keys)
+    assert set(near.keys) == {key for key in KEYS if key in log}
+    assert (near.state, near.seq) == (far.state, far.seq)
