@@ -11,7 +11,9 @@ A table of what each fault cost is printed at the end; docs/faults.md has it.
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from kimi_runtime.bench.replay.play import Retries, play
 from kimi_runtime.bench.replay.texts import Texts
 from kimi_runtime.protocol.vocabulary import open_vocabulary
 from kimi_runtime.sim import sessions as load
+from kimi_runtime.transfer.chaos import Fault
 
 MANIFEST = """
 apiVersion: kimistack.dev/v1alpha1
@@ -37,6 +40,16 @@ spec:
   decode: {{replicas: 2, limits: {{kvMemory: 16MiB}}}}
   transfer: {{backend: tcp}}
   kvPool: {{dram: 24MiB, ssd: {{path: {ssd}, capacity: 256MiB}}}}
+"""
+TWO_NODES = """
+apiVersion: kimistack.dev/v1alpha1
+kind: KimiDeployment
+metadata: {name: two}
+spec:
+  preset: kimi-nano/cpu
+  decode: {replicas: 2, limits: {kvMemory: 16MiB}}
+  kvPool: {dram: 64MiB}
+  router: {policy: least_load}
 """
 CLIENTS, TURNS, OUTPUT_TOKENS = 16, 5, 16
 BEFORE = 3
@@ -131,11 +144,11 @@ class Trial:
     def in_flight(self, name: str) -> float:
         samples = self.stack.metrics("router-0")
         if name in self.stack.workers:
-            return samples["kimistack_router_worker_in_flight", name]
-        return samples["kimistack_router_in_flight", ""]
+            return samples.total("kimistack_router_worker_in_flight", name)
+        return samples.total("kimistack_router_in_flight")
 
     def retries(self) -> float:
-        return self.stack.metrics("router-0")["kimistack_router_retries_total", ""]
+        return self.stack.metrics("router-0").total("kimistack_router_retries_total")
 
 
 def said(outcomes: list[Outcome]) -> dict[str, list[str]]:
@@ -152,7 +165,7 @@ def check(row: Row) -> None:
     assert row.wrong == []
     assert row.unanswered == 0
     assert row.leaks == {}
-    assert row.worst_wait_s <= LONGEST_WAIT_S
+    assert row.worst_wait[0] <= LONGEST_WAIT_S
     silent = [one for one in row.all if not one.ok and "without a word" in kind_of(one)]
     assert silent == []
 
@@ -184,16 +197,17 @@ def test_without_a_fault_every_turn_is_answered_and_twice_the_same(trial: Trial)
         assert row.errors == {}
         assert row.wrong == []
     assert len(trial.expected) == CLIENTS * TURNS
-    metrics = [trial.stack.metrics(name) for name in WORKERS]
-    assert sum(one["kimistack_worker_prompt_tokens_total", "pool"] for one in metrics) > 0
+    workers = [trial.stack.metrics(name) for name in WORKERS]
+    assert sum(one.total("kimistack_worker_prompt_tokens_total", "pool") for one in workers) > 0
     pool = trial.stack.metrics("umbp-0")
-    assert pool["kimistack_umbp_evicted_blocks_total", ""] > 0
-    assert pool["kimistack_umbp_ssd_put_blocks_total", ""] > 0
+    assert pool.total("kimistack_umbp_evicted_blocks_total") > 0
+    assert pool.total("kimistack_umbp_ssd_put_blocks_total") > 0
 
 
 @pytest.mark.parametrize("victim", [*WORKERS, "umbp-0"])
 async def test_a_killed_process_costs_time_and_nothing_else(trial: Trial, victim: str):
     row = await trial.during(f"kill -9 {victim}", victim, lambda: trial.stack.kill(victim))
+    assert row.in_flight > 0
     row.wrong = wrong_of(row.all, trial.expected)
     check(row)
 
@@ -231,26 +245,55 @@ async def test_a_frozen_process_costs_time_and_nothing_else(trial: Trial, victim
     check(row)
 
 
-async def test_every_corruption_of_a_transfer_is_found(trial: Trial):
-    for name in WORKERS:
+async def test_every_corruption_of_a_hand_off_is_found(trial: Trial):
+    injected, found = await failing(
+        *(trial, "failing hand-offs", WORKERS),
+        injected=("kimistack_worker_transfer_faults_total", "fault"),
+        found=("kimistack_worker_hand_off_failures_total", "reason"),
+    )
+    assert set(injected) == set(Fault)  # each at least once
+    assert found == injected["corrupt"]
+
+
+async def test_every_corruption_between_pools_is_found(trial: Trial, tmp_path: Path):
+    port = free_ports("127.0.0.1", 1)[0]
+    two = Trial(FaultyStack(tmp_path, port, "two", TWO_NODES, "--nodes", "2"))
+    two.expected, two.rows = trial.expected, trial.rows  # whoever computes it, wherever its KV was
+    try:
+        injected, found = await failing(
+            *(two, "failing reads between two nodes' pools", two.stack.pools),
+            injected=("kimistack_umbp_peer_transfer_faults_total", "fault"),
+            found=("kimistack_umbp_peer_blocks_total", "how"),
+        )
+        fetched = [two.stack.metrics(name) for name in two.stack.pools]
+        assert sum(one.total("kimistack_umbp_peer_blocks_total", "fetched") for one in fetched) > 0
+        assert found == injected["corrupt"] > 0
+    finally:
+        two.stack.down()
+
+
+async def failing(
+    trial: Trial,
+    fault: str,
+    readers: Sequence[str],
+    *,
+    injected: tuple[str, str],
+    found: tuple[str, str],
+) -> tuple[Counter[str], float]:
+    """Play while the transfers of `readers` fail: what was injected, what was found corrupt.
+
+    `injected` and `found` are metrics with their labels.
+    """
+    for name in readers:
         trial.stack.rewrite(name, lambda spec: spec.update(chaos=CHAOS))
-    await trial.stack.kill(*WORKERS)
-    row = Row("transfers that fail", await trial.play())
+    await trial.stack.kill(*readers)
+    row = Row(fault, await trial.play())
     await trial.finish(row)
     row.wrong = wrong_of(row.all, trial.expected)
-    metrics = [trial.stack.metrics(name) for name in WORKERS]
-    injected, found = (
-        {
-            label: sum(one[name, label] for one in metrics)
-            for label in {label for one in metrics for (metric, label) in one if metric == name}
-        }
-        for name in (
-            "kimistack_worker_transfer_faults_total",
-            "kimistack_worker_hand_off_failures_total",
-        )
-    )
-    told = ", ".join(f"{count:g} {fault}" for fault, count in sorted(injected.items()))
-    row.fault += f" ({told}; found corrupt: {found.get('corrupt', 0):g})"
-    assert all(injected.values())
-    assert found["corrupt"] == injected["corrupt"]
+    metrics = [trial.stack.metrics(name) for name in readers]
+    faults = sum((one.by(*injected) for one in metrics), Counter[str]())
+    corrupt = sum(one.by(*found)["corrupt"] for one in metrics)
+    told = ", ".join(f"{count:g} {kind}" for kind, count in sorted(faults.items()))
+    row.fault += f" ({told}; found corrupt: {corrupt:g})"
     check(row)
+    return faults, corrupt

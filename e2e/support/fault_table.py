@@ -52,6 +52,13 @@ def kind_of(outcome: Outcome) -> str:
     return f"connection cut {after}"
 
 
+def awaited(outcome: Outcome, wait: int) -> str:
+    """What came at the end of one of its waits."""
+    if wait == len(outcome.chunk_s):
+        return "to the end" if outcome.ok else "to the error"
+    return "between tokens" if wait else "to the first token"
+
+
 @dataclass
 class Row:
     """One fault."""
@@ -71,7 +78,6 @@ class Row:
     leaks: dict[str, float] = field(default_factory=dict)
     unanswered: int = 0
     """Turns that were never answered, though asked again."""
-
     quiet_s: float = 0.0
     """From the last answer until nothing was held for it any more."""
 
@@ -86,9 +92,14 @@ class Row:
         return Counter(kind_of(one) for one in self.all if not one.ok)
 
     @property
-    def worst_wait_s(self) -> float:
-        """The longest time for which nothing came of a request."""
-        return max((end - start for one in self.all for start, end in one.waits), default=0.0)
+    def worst_wait(self) -> tuple[float, str]:
+        """The longest time in seconds for which nothing came of a request, and what came then."""
+        waits = [
+            (end - start, awaited(one, number))
+            for one in self.all
+            for number, (start, end) in enumerate(one.waits)
+        ]
+        return max(waits, default=(0.0, ""))
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -96,15 +107,12 @@ class Row:
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(self.errors.items()))
         asked_again = sum(one.attempt > 0 for one in self.all)
         leaks = ", ".join(f"{what} {count:g}" for what, count in self.leaks.items())
+        wait_s, came = self.worst_wait
         return (
             *(self.fault, f"{self.in_flight:g}", f"{self.away_s:.1f} s"),
             *(str(len(self.all)), told or "none", f"{self.retried:g}", str(asked_again)),
-            *(
-                f"{self.worst_wait_s:.1f} s",
-                str(len(self.wrong)),
-                leaks or "none",
-                f"{self.quiet_s:.1f} s",
-            ),
+            *(f"{wait_s:.1f} s {came}", str(len(self.wrong))),
+            *(leaks or "none", f"{self.quiet_s:.1f} s"),
         )
 
 

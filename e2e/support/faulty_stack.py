@@ -6,7 +6,7 @@ import os
 import signal
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,41 @@ from local_stack import START_S, Stack
 READY_S = 90.0
 LOOK_S = 0.05
 
-Samples = Mapping[tuple[str, str], float]
-"""A process's metrics by name and the value of their only label, empty for none; others summed."""
+
+class Samples:
+    """A process's metrics, as its /metrics told them."""
+
+    def __init__(self, text: str) -> None:
+        families = text_string_to_metric_families(text)
+        self._samples = [sample for family in families for sample in family.samples]
+
+    def total(self, name: str, *values: str) -> float:
+        """The sum over all samples of that name that have these values among their labels'."""
+        wanted = set(values)
+        return sum(
+            one.value
+            for one in self._samples
+            if one.name == name and wanted <= set(one.labels.values())
+        )
+
+    def by(self, name: str, label: str) -> Counter[str]:
+        """The samples of that name, summed by the values of a label."""
+        found: Counter[str] = Counter()
+        for one in self._samples:
+            if one.name == name:
+                found[one.labels[label]] += one.value  # type: ignore[assignment]
+        return found
 
 
 class FaultyStack:
-    """`kimistack up` with a deployment's file of its own. `command("down")` ends it."""
+    """`kimistack up` with a deployment's file of its own, until `down`."""
 
-    def __init__(self, home: Path, port: int, name: str, manifest: str) -> None:
+    def __init__(self, home: Path, port: int, name: str, manifest: str, *options: str) -> None:
         self.stack, self.name = Stack(home, port), name
         self._folder = home / name
         file = home / f"{name}.yaml"
         file.write_text(manifest)
-        up = ("up", "--detach", "-f", str(file), "--port", str(port))
+        up = ("up", "--detach", "-f", str(file), "--port", str(port), *options)
         done = self.stack.command(*up, within_s=4 * START_S)
         assert done.returncode == 0, done.stderr
 
@@ -93,18 +115,14 @@ class FaultyStack:
         port = self.processes()[name].port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-        samples: Counter[tuple[str, str]] = Counter()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                label = next(iter(sample.labels.values())) if len(sample.labels) == 1 else ""
-                samples[sample.name, label] += sample.value  # type: ignore[assignment]
-        return samples
+        return Samples(text)
 
     async def held(self) -> dict[str, float]:
         """What processes hold that is neither cache nor free; nothing once all requests are over.
 
         Blocks in use (`GET /load`), requests, tickets and blocks in quarantine of each worker;
-        pins, reservations and unanswered look-ups of the pool; requests of the router.
+        pins, reservations, unanswered look-ups, loans and fetches of each pool; requests of the
+        router.
         """
         found: dict[str, float] = {}
         for name in self.workers:
@@ -112,16 +130,13 @@ class FaultyStack:
             found[f"{name}: blocks"] = load.total_blocks - load.free_blocks
             found[f"{name}: requests"] = load.running + load.waiting
             for gauge in ("open_hand_offs", "quarantined_blocks"):
-                found[f"{name}: {gauge}"] = samples[f"kimistack_worker_{gauge}", ""]
+                found[f"{name}: {gauge}"] = samples.total(f"kimistack_worker_{gauge}")
         for name in self.pools:
             samples = self.metrics(name)
-            for gauge, label in (
-                *(("pins", ""), ("open_blocks", "")),
-                *(("reservations", "open"), ("reservations", "quarantined")),
-            ):
-                words = " ".join(word for word in (label, gauge) if word)
-                found[f"{name}: {words}"] = samples[f"kimistack_umbp_{gauge}", label]
-        in_flight = self.metrics("router-0")["kimistack_router_in_flight", ""]
+            gauges = ("pins", "open_blocks", "reservations", "peer_loans", "peer_fetching_blocks")
+            for gauge in gauges:
+                found[f"{name}: {gauge}"] = samples.total(f"kimistack_umbp_{gauge}")
+        in_flight = self.metrics("router-0").total("kimistack_router_in_flight")
         found["router-0: requests"] = in_flight
         return {what: count for what, count in found.items() if count}
 

@@ -20,7 +20,7 @@ from kimi_runtime.spec.request import BlockKeyHex
 from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.spec.tls import TlsFiles
-from kimi_runtime.spec.transfer import TransferNetwork
+from kimi_runtime.spec.transfer import TransferChaos, TransferNetwork
 from kimi_runtime.units import Bytes, Rate, Seconds
 
 TierName = Literal["hbm", "dram", "ssd"]
@@ -107,6 +107,9 @@ class UmbpSpec(SpecModel):
         False, description="Whether others may fetch from here also where no peers are named."
     )
     transfer: Literal["tcp", "verbs"] = Field("tcp", description="How peers copy from here.")
+    chaos: TransferChaos | None = Field(
+        None, description="For tests alone, as a worker's: reads from peers fail on purpose."
+    )
     network: TransferNetwork = TransferNetwork()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

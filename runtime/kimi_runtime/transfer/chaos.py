@@ -95,6 +95,12 @@ class ChaosTransport:
         self._bits = random.Random(f"{plan.seed}/bits")
         self._sessions: list[ChaosSession] = []
 
+    @classmethod
+    def asked(cls, inner: Transport, chaos: TransferChaos, counts: Counter[str]) -> Self:
+        """What a process's file asks for; every kind is in `counts` from the start."""
+        counts.update({fault.value: 0 for fault in Fault})
+        return cls(inner, ChaosPlan.of(chaos), counts=counts)
+
     @property
     def name(self) -> str:
         """The inner transport's: regions are its own."""

@@ -24,7 +24,7 @@ from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo, WorkerSpec
 from kimi_runtime.transfer import open_transport
 from kimi_runtime.transfer.base import Transport
-from kimi_runtime.transfer.chaos import ChaosPlan, ChaosTransport, Fault
+from kimi_runtime.transfer.chaos import ChaosTransport
 from kimi_runtime.transfer.memory import Memory, private_memory, shared_memory
 from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.umbp.client import open_pool
@@ -63,8 +63,7 @@ async def open_kimistack(spec: WorkerSpec) -> AsyncIterator[ReferenceAdapter]:
             transport = await open_transport(name, peer=spec.name, network=network)
             if spec.chaos is not None:
                 _log.warning("transfers fail on purpose", extra={"fields": spec.chaos.model_dump()})
-                faults.update({fault.value: 0 for fault in Fault})
-                transport = ChaosTransport(transport, ChaosPlan.of(spec.chaos), counts=faults)
+                transport = ChaosTransport.asked(transport, spec.chaos, faults)
             owned.push_async_callback(transport.aclose)
             transports.append(transport)
         pool = None

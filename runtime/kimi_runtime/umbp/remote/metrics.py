@@ -58,6 +58,14 @@ def _totals(remote: Remote) -> Iterator[Metric]:
     }
     for name, (text, value) in totals.items():
         yield CounterMetricFamily(_PREFIX + name, text, value)
+    faults = CounterMetricFamily(
+        _PREFIX + "transfer_faults",
+        "Faults injected into reads from peers on purpose, by kind.",
+        labels=["fault"],
+    )
+    for fault, count in remote.faults.items():
+        faults.add_metric([fault], count)
+    yield faults
     ends = CounterMetricFamily(_PREFIX + "ended_loans", "Loans by how they ended.", labels=["how"])
     for how in ("given_back", "lapsed"):
         ends.add_metric([how], lender.ends[how])

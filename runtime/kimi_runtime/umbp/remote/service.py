@@ -1,6 +1,8 @@
 """A daemon among others: what it lacks is fetched from them, what it has is lent to them."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
@@ -10,6 +12,7 @@ from kimi_runtime.spec.request import RegionRef
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.transfer import open_transport
 from kimi_runtime.transfer.base import Transport
+from kimi_runtime.transfer.chaos import ChaosTransport
 from kimi_runtime.transfer.memory import Memory
 from kimi_runtime.transfer.network import NetworkSettings
 from kimi_runtime.transfer.sessions import SessionCache
@@ -25,6 +28,8 @@ from kimi_runtime.umbp.remote.taker import Taker
 from kimi_runtime.umbp.rpc.tls import Tls
 from kimi_runtime.umbp.second_tier import SecondTier
 
+log = logging.getLogger(__name__)
+
 
 class Remote(Helper):
     """Fetching and lending of one daemon. Use `open_remote`."""
@@ -39,10 +44,13 @@ class Remote(Helper):
         evacuation: Evacuation,
         errands: Errands,
         changed: Callable[[], None],
+        faults: Counter[str],
     ) -> None:
+        """`faults` are those injected into reads from peers, by kind (`UmbpSpec.chaos`)."""
         self.owners, self.fetcher, self.lender = owners, fetcher, lender
         self.taker, self.replicator = taker, replicator
         self._evacuation = evacuation
+        self.faults = faults
         super().__init__(fetcher, errands.spawn, changed)
 
     async def evacuate(self, *, deadline_s: float) -> EvacuationReport:
@@ -56,6 +64,8 @@ class Shared(NamedTuple):
 
     transport: Transport
     region: RegionRef
+    faults: Counter[str]
+    """What `transport` injects because the daemon's file asks for it, by kind."""
 
 
 @asynccontextmanager
@@ -65,8 +75,12 @@ async def share_arena(
     """Let peers read the pages of `arena`. ConfigError where the transport is not to be had."""
     network = NetworkSettings.of(spec.network, call_keys, host=spec.host)
     transport = await open_transport(spec.transfer, peer=spec.name, network=network)
+    faults: Counter[str] = Counter()
+    if spec.chaos is not None:
+        log.warning("umbp: reads from peers fail on purpose: %s", spec.chaos)
+        transport = ChaosTransport.asked(transport, spec.chaos, faults)
     async with aclosing(transport):
-        yield Shared(transport, transport.register(Memory(arena.data)))
+        yield Shared(transport, transport.register(Memory(arena.data)), faults)
 
 
 @asynccontextmanager
@@ -100,7 +114,10 @@ async def open_remote(
         if spec.peers_file is not None:
             errands.spawn(owners.watch(spec.peers_file), "umbp-peers")
         try:
-            yield Remote(owners, fetcher, lender, taker, replicator, evacuation, errands, changed)
+            yield Remote(
+                *(owners, fetcher, lender, taker, replicator, evacuation),
+                *(errands, changed, shared.faults),
+            )
         finally:
             errands.end()
             owners.close()
