@@ -91,6 +91,11 @@ class DaemonProcess:
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
     def freeze(self) -> None:
         """It stays, and does nothing."""
         self._process.send_signal(signal.SIGSTOP)
