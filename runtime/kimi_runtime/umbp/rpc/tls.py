@@ -76,6 +76,8 @@ class Tls:
     def _take(self, found: _Read) -> ssl.SSLContext:
         """Check that the files fit together, and use them."""
         files = self.files
+        if not found.ca.strip():  # libraries take "no CA" for "every CA of this machine"
+            raise ConfigError(f"tls: {files.ca} is empty; write the CA of this deployment there")
         try:
             client = ssl.create_default_context(cadata=found.ca.decode("ascii"))
             client.load_cert_chain(files.certificate, files.key)

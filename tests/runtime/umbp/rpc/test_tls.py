@@ -159,3 +159,20 @@ async def test_files_that_are_not_there_or_do_not_belong_together_end_the_start(
     with pytest.raises(ConfigError, match="belong together"):
         async with running(pool_spec(tmp_path, tls=files)):
             pass
+
+
+async def test_an_empty_authority_is_refused_and_not_every_one_of_this_machine_trusted(
+    tmp_path, authority, caplog
+):
+    files = authority.issue(tmp_path / "one")
+    tls, whole = Tls(files), files.ca.read_text()
+    trusted = tls.client_context
+    files.ca.write_text("")
+    tls.refresh()
+    assert (tls.client_context is trusted, tls.renewals) == (True, 0)
+    assert "is empty" in caplog.text
+    with pytest.raises(ConfigError, match="is empty"):
+        Tls(files)
+    files.ca.write_text(whole)
+    tls.refresh()
+    assert len(tls.client_context.get_ca_certs()) == 1
