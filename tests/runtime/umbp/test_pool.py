@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
@@ -318,6 +318,57 @@ def test_a_repeated_clear_takes_nothing_that_came_after_it():
     assert pool.held([key(1)]) == 1
     put(pool, 2)
     assert (pool.clear(pool.number - 1), pool.held([key(2)])) == (1, 1)
+    pool.check_integrity()
+
+
+LOOKS = st.lists(
+    st.tuples(
+        st.sampled_from(("held", "touch", "use", "hint", "within", "pin", "renew", "unpin")),
+        st.lists(st.integers(0, 11), min_size=1, max_size=12),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(looks=LOOKS, sizes=st.lists(st.integers(1, 3 * PAGE), min_size=12, max_size=12))
+def test_whatever_is_probed_or_pinned_a_victim_is_found_as_long_as_enough_is_not(looks, sizes):
+    pool, pins, now_s = new_pool(20, segments=(12, 8)), [], 0.0
+    for n, size in enumerate(sizes):
+        put(pool, n, size=size)
+    for what, numbers in looks:
+        now_s += 0.01
+        keys = [key(n) for n in numbers]
+        match what:
+            case "held":
+                pool.held(keys)
+            case "touch":
+                pool.touch(keys, now_s)
+            case "use":
+                pool.use(keys, now_s)
+            case "hint":
+                pool.hint(Hint("default", key(99), HintKind.ACTIVE, keys, None, b""), now_s)
+            case "within":
+                pool.within(keys, numbers[0])
+            case "pin":
+                pins.append(pool.pin(keys, reader=1, now_s=now_s))
+            case "renew" if pins:
+                pool.renew(pins[numbers[0] % len(pins)].number, reader=1, now_s=now_s)
+            case "unpin" if pins:
+                pool.unpin(pins.pop().number, (), reader=1, now_s=now_s)
+    pinned = {block.key for pin in pins for block in pin.blocks}
+    room = 20 - sum(pool.block(one).pages for one in pinned)
+    fits = [n for n in (1, 2, room // 2, room) if 0 < n <= room]
+    for pages in sorted(set(fits)):
+        granted = grant_of(pool, 1000 + pages, size=pages * PAGE, now_s=now_s)
+        assert granted.grant is Grant.RESERVED
+        pool.abort([granted.generation], writer=A)
+        assert all(pool.block(one) for one in pinned)
+    if room < 20:
+        assert grant_of(pool, 2000, size=(room + 1) * PAGE, now_s=now_s).grant is Grant.FULL
+    now_s += LEASE_S  # nobody renews any more
+    pool.expire(now_s)
+    assert grant_of(pool, 3000, size=20 * PAGE, now_s=now_s).grant is Grant.RESERVED
     pool.check_integrity()
 
 

@@ -39,12 +39,13 @@ def written_log(folder):
 class Replay:
     """What must be live: the intact records of pristine bytes, replayed in order of generation."""
 
-    def __init__(self, files):
+    def __init__(self, files, align=ALIGN):
+        self.align = align
         log_id = on_disk.decode_identity(files["LOG"]).log_id
         self.records = []
         for name in sorted(name for name in files if name != "LOG"):
-            for head in ssd_folder.heads_in(files[name], int(name[:8]), log_id):
-                start = head.offset + head.head_bytes(ALIGN)
+            for head in ssd_folder.heads_in(files[name], int(name[:8]), log_id, align):
+                start = head.offset + head.head_bytes(align)
                 graves = on_disk.decode_graves(files[name][start : start + head.body_bytes])
                 self.records.append((name, head, graves))
 
@@ -53,7 +54,7 @@ class Replay:
         newest, dead = {}, {}
         for name, head, graves in self.records:
             head_end = head.offset + HEAD_MIN_BYTES + 24 * len(head.groups)
-            start = head.offset + head.head_bytes(ALIGN)
+            start = head.offset + head.head_bytes(self.align)
             if damaged(name, head.offset, head_end):
                 continue
             if damaged(name, start, start + head.body_bytes):
@@ -76,8 +77,9 @@ def put_back(folder, files):
             file.truncate()
 
 
-def keys_after_start(folder):
-    spec = small_spec(folder, segment=1536, capacity=16 * 1536, verify_at_start="all", io_threads=1)
+def keys_after_start(folder, **changes):
+    sizes = {"segment": 1536, "capacity": 16 * 1536} | changes
+    spec = small_spec(folder, verify_at_start="all", io_threads=1, **sizes)
     volume, _ = open_volume(spec, Disk(folder, direct=False), new_id=bytes(8))
     volume.ledger.check_integrity()
     keys = volume.ledger.keys()
@@ -196,6 +198,34 @@ def test_a_large_log_with_damage_in_many_places_returns_no_wrong_byte(tmp_path):
         log.close()
 
 
+def test_a_large_log_cut_and_flipped_at_random_holds_what_its_intact_records_say(tmp_path):
+    """Puts, evictions, blocks put again; then two files are cut and up to forty bits wrong."""
+    chosen, sizes = random.Random(5), {"align": 512, "segment": 64 << 10, "capacity": 24 * 64 << 10}
+    log = SsdLog.open(small_spec(tmp_path, **sizes))
+    for round_ in range(12):
+        log.put([block(n, chosen.randrange(1, 4000)) for n in chosen.sample(range(600), 60)])
+        log.forget([key(n) for n in chosen.sample(range(600), 40)])
+        log.flush() if round_ % 3 else log.maintain()
+    log.flush()
+    files = {path.name: path.read_bytes() for path in [*tmp_path.glob("*.seg"), tmp_path / "LOG"]}
+    log.close()
+    replay, names = Replay(files, 512), sorted(files.keys() - {"LOG"})
+    assert len(names) > 8
+    for _ in range(40):
+        cuts = {name: chosen.randrange(len(files[name])) for name in chosen.sample(names, 2)}
+        wrong = {name: bytearray(files[name]) for name in names}
+        for _ in range(chosen.randrange(40)):
+            raw = wrong[chosen.choice(names)]
+            raw[chosen.randrange(len(raw))] ^= 1 << chosen.randrange(8)
+        left = {name: bytes(raw[: cuts.get(name)]) for name, raw in wrong.items()}
+        put_back(tmp_path, files | left)
+
+        def damaged(name, first, last, left=left):
+            return left[name][first:last] != files[name][first:last]
+
+        assert keys_after_start(tmp_path, **sizes) == replay.live(damaged)
+
+
 def test_what_is_put_after_a_torn_tail_survives_the_next_start_too(tmp_path):
     files = written_log(tmp_path)
     last = max(files.keys() - {"LOG"})
@@ -217,7 +247,11 @@ def test_what_is_put_after_a_torn_tail_survives_the_next_start_too(tmp_path):
 def test_a_lost_log_file_is_made_again_from_a_segment(tmp_path):
     files = written_log(tmp_path)
     expected = keys_after_start(tmp_path)
-    for damaged in (b"", files["LOG"][:20], bytes(64)):
+    raw = files["LOG"]
+    size = next(end for end in range(len(raw)) if on_disk.decode_identity(raw[:end]))
+    cuts = [raw[:end] for end in range(size)]
+    flips = [raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :] for at in range(size)]
+    for damaged in (*cuts, *flips, bytes(64)):
         put_back(tmp_path, files | {"LOG": damaged})
         assert keys_after_start(tmp_path) == expected
         assert (tmp_path / "LOG").read_bytes() == files["LOG"]
