@@ -58,6 +58,7 @@ FAULT_AFTER = CLIENTS
 """Answered requests, of 48."""
 FROZEN_S = 5.0
 LONGEST_WAIT_S = 10.0
+"""That a fault may cost, on top of what the same machine needs without one."""
 LEASES_S = 45.0
 """Hand-offs whose reader is gone are kept for 30 s."""
 TEXTS = Texts.of(open_vocabulary(), seed=1)
@@ -124,12 +125,12 @@ class Trial:
             await under_way.wait()
             while not (row.in_flight or first.done()):  # a prefill is over soon
                 row.in_flight = await asyncio.to_thread(self.in_flight, victim)
-            retried, began_s = self.retries(), clock.now_s()
+            retried, router, began_s = self.retries(), self.router_pid, clock.now_s()
             await happens()
             row.away_s = clock.now_s() - began_s
         row.outcomes = first.result()
         row.later = await self.play(answered=said(row.outcomes))
-        row.retried = self.retries() - (0 if victim == "router-0" else retried)
+        row.retried = self.retries() - (retried if self.router_pid == router else 0)
         await self.finish(row)
         return row
 
@@ -147,7 +148,17 @@ class Trial:
             return samples.total("kimistack_router_worker_in_flight", name)
         return samples.total("kimistack_router_in_flight")
 
+    @property
+    def usual_wait_s(self) -> float:
+        """The longest for which nothing came of a request in the runs without a fault."""
+        return max(row.worst_wait[0] for row in self.rows[:2])
+
+    @property
+    def router_pid(self) -> int | None:
+        return self.stack.processes()["router-0"].pid
+
     def retries(self) -> float:
+        """Of the router of now."""
         return self.stack.metrics("router-0").total("kimistack_router_retries_total")
 
 
@@ -160,12 +171,12 @@ def said(outcomes: list[Outcome]) -> dict[str, list[str]]:
     return found
 
 
-def check(row: Row) -> None:
+def check(row: Row, trial: Trial) -> None:
     """What must hold whatever happened."""
     assert row.wrong == []
     assert row.unanswered == 0
     assert row.leaks == {}
-    assert row.worst_wait[0] <= LONGEST_WAIT_S
+    assert row.worst_wait[0] <= LONGEST_WAIT_S + trial.usual_wait_s
     silent = [one for one in row.all if not one.ok and "without a word" in kind_of(one)]
     assert silent == []
 
@@ -209,7 +220,7 @@ async def test_a_killed_process_costs_time_and_nothing_else(trial: Trial, victim
     row = await trial.during(f"kill -9 {victim}", victim, lambda: trial.stack.kill(victim))
     assert row.in_flight > 0
     row.wrong = wrong_of(row.all, trial.expected)
-    check(row)
+    check(row, trial)
 
 
 async def test_a_killed_router_is_a_new_one_that_reads_the_histories(trial: Trial):
@@ -228,7 +239,7 @@ async def test_a_killed_router_is_a_new_one_that_reads_the_histories(trial: Tria
     again = await trial.play(answered=said(old))
     row.wrong = wrong_of(old, trial.expected) + wrong_of(new, answers_of(again))
     await trial.stack.kill("router-0")  # it must not know the turns of this test by other ids
-    check(row)
+    check(row, trial)
 
 
 @pytest.mark.parametrize("victim", [*WORKERS, "umbp-0", "router-0"])
@@ -242,7 +253,7 @@ async def test_a_frozen_process_costs_time_and_nothing_else(trial: Trial, victim
 
     row = await trial.during(f"SIGSTOP {victim}, {FROZEN_S:g} s", victim, freeze)
     row.wrong = wrong_of(row.all, trial.expected)
-    check(row)
+    check(row, trial)
 
 
 async def test_every_corruption_of_a_hand_off_is_found(trial: Trial):
@@ -295,5 +306,5 @@ async def failing(
     corrupt = sum(one.by(*found)["corrupt"] for one in metrics)
     told = ", ".join(f"{count:g} {kind}" for kind, count in sorted(faults.items()))
     row.fault += f" ({told}; found corrupt: {corrupt:g})"
-    check(row)
+    check(row, trial)
     return faults, corrupt

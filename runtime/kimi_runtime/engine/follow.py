@@ -2,7 +2,8 @@
 
 The owner's one list of parts is the truth. A connection that breaks is made again and goes on
 behind the part that came last; an owner from which nothing is heard for too long, whose count does
-not fit ours, or who speaks of another epoch, is followed no more.
+not fit ours, or who speaks of another epoch, is followed no more. Where nobody listens
+any more the owner has ended, and nothing is waited for.
 """
 
 import asyncio
@@ -69,6 +70,9 @@ class HttpProgress:
                         break  # cut
                     yield HandOffProgress.model_validate_json(line)
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            if isinstance(getattr(exc, "os_error", exc), ConnectionRefusedError):
+                # its host answers: the process has ended, and what comes next is another epoch
+                raise RegionGone("nobody listens where the hand-off's owner did") from exc
             raise PeerGone(f"the hand-off's owner is not heard ({type(exc).__name__})") from exc
         except ValidationError as exc:
             raise ValueError("the hand-off's owner sent what is no progress") from exc
