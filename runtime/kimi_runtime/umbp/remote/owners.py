@@ -189,7 +189,7 @@ class Owners:
 
     async def _follow_feed(self, owner: Owner) -> None:
         index, name = self.index, owner.name
-        backoff_s, quiet = FIRST_BACKOFF_S, False
+        backoff_s, told = FIRST_BACKOFF_S, ""
         while True:
             try:
                 async with aclosing(owner.calls.feed(*index.resume_point(name))) as lines:
@@ -199,15 +199,15 @@ class Owners:
                         if not index.apply(name, line):
                             break  # a gap: ask again, for a snapshot
                         if index.state(name) is FollowState.EXACT:
-                            quiet, backoff_s = False, FIRST_BACKOFF_S
+                            told, backoff_s = "", FIRST_BACKOFF_S
                             self._known.add(name)
                 why = "it ended"
             except KimistackError as exc:
                 why = str(exc)
             index.disconnected(name)
-            if not quiet:
+            if why != told:  # also when it starts and then shows an expired certificate
                 log.warning("umbp: the feed of %s is lost: %s", name, why)
-                quiet = True
+                told = why
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 

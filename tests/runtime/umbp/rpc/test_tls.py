@@ -1,6 +1,7 @@
 """Daemons that encrypt: who gets in, who does not, and what a renewal of certificates does."""
 
 import shutil
+import socket
 import ssl
 
 import aiohttp
@@ -176,3 +177,17 @@ async def test_an_empty_authority_is_refused_and_not_every_one_of_this_machine_t
     files.ca.write_text(whole)
     tls.refresh()
     assert len(tls.client_context.get_ca_certs()) == 1
+
+
+async def test_a_peer_that_is_reached_but_not_trusted_is_told_after_one_that_was_not_there(
+    tmp_path, authority, caplog
+):
+    stranger = Authority(tmp_path / "stranger").issue(tmp_path / "other")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    late = [("b", f"https://127.0.0.1:{port}")]
+    async with peer(tmp_path, "a", late, tls=authority.issue(tmp_path / "one")):
+        await until(lambda: "can't be reached" in caplog.text)
+        assert "certificate verify failed" not in caplog.text
+        async with running(pool_spec(tmp_path, port=port, tls=stranger)):
+            await until(lambda: "certificate verify failed" in caplog.text)
