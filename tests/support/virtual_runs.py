@@ -116,7 +116,7 @@ UPSETS = tuple(
     (upset, whom)
     for upset in Upset
     for whom in ("a", "b", "e-a", "e-b")
-    if not whom.startswith("e-") or upset in (Upset.KILLED, Upset.RESTARTED)
+    if not whom.startswith("e-") or upset in (Upset.KILLED, Upset.RESTARTED, Upset.LEAPT)
 )
 """What can happen to whom."""
 
