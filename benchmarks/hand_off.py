@@ -198,7 +198,9 @@ async def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--transfer", choices=("shm", "tcp"), default="shm")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--repeats", type=int, default=5)

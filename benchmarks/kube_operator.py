@@ -298,7 +298,9 @@ async def run(sizes: Sizes, given: str | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="a quick run")
     parser.add_argument("--resources", type=int, help="how many are many")
     parser.add_argument("--kubeconfig", default=os.environ.get("KUBECONFIG"))

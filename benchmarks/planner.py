@@ -229,7 +229,9 @@ def line(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--decisions", type=int, default=400)

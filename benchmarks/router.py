@@ -215,7 +215,9 @@ async def _measure(
 
 def main() -> None:
     """Start worker and router, measure, stop them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--held", type=int, default=500, help="streams open at once, for memory")

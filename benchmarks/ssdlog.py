@@ -126,7 +126,9 @@ def one_round(
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--blocks", type=int, default=128)
     parser.add_argument("--block-bytes", type=parse_bytes, default=1 << 20)

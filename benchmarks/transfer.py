@@ -278,7 +278,7 @@ def show(rows: list[list[str]]) -> None:
 
 async def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
