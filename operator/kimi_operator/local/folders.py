@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -115,12 +116,20 @@ class Folders:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only the user can read, as a whole or not at all."""
+    """Write a file that only the user can read, as a whole or not at all. Raises ConfigError."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    fresh.replace(path)
+    try:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        fresh.replace(path)
+    except OSError as exc:
+        with suppress(OSError):
+            fresh.unlink()
+        raise ConfigError(
+            f"{path} cannot be written ({exc.strerror}); make room, or set KIMISTACK_HOME to "
+            "another folder of yours"
+        ) from exc
 
 
 def deployments(home: Path) -> tuple[str, ...]:

@@ -101,6 +101,11 @@ def workload_of(task: Task) -> Workload:
             )
     except OSError as exc:
         raise ConfigError(f"the trace {task.trace.path} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"the trace {task.trace.path} is no UTF-8 text ({exc.reason}, byte {exc.start} of what "
+            "was read): give JSON lines"
+        ) from exc
 
 
 def simulate(

@@ -190,3 +190,10 @@ def test_a_start_is_shown(folders: Folders, tmp_path: Path, *, terminal: bool):
     text = (tmp_path / "out").read_text()
     for said in ("decode-0", "ready", "1.2s", "ended (signal SIGKILL)"):
         assert said in text
+
+
+def test_a_file_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "call-key" / "inside").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"call-key cannot be written \(.*\); make room"):
+        write_private(tmp_path / "call-key", "text")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["call-key"]

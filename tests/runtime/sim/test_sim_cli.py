@@ -1,6 +1,7 @@
 """`kimistack sim` from the command line: tables, JSON, and one line for what is wrong."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -43,6 +44,7 @@ def test_the_same_run_on_two_processes_is_the_same():
         (("--policy", "best"), "policy 'best' is not one of cost, round_robin"),
         (("--cluster", "nowhere.json"), "nowhere.json cannot be read"),
         (("--trace", "nowhere.jsonl"), "nowhere.jsonl cannot be read"),
+        (("--trace", sys.executable), "is no UTF-8 text"),
         (("--gap-cap", "-1"), "gap_cap_s: Input should be greater than 0"),
         (("--format", "mooncake", "--json", "/nowhere/out.json"), "cannot be written"),
     ],
