@@ -134,16 +134,13 @@ class Lender:
             return GiveBackAnswer(held=False)
         suspects = [loan.keys[n] for n in asked.corrupt if n < len(loan.keys)]
         blocks = [block for key in suspects if (block := self._pool.block(key)) is not None]
-        if blocks:
-            loan.end.cancel()  # the pages stay while they are looked at
-            bad, _ = await in_thread(
-                lambda stop: self._damaged(blocks, stop), ends_s=clock.now_s() + MAX_LEND_S
-            )
-            self.damaged += len(bad)
-            for block in bad:
-                log.warning("umbp: block %s is damaged in memory: dropped", block.key.hex())
-                self._pool.drop(block.key, block.generation)
-        return GiveBackAnswer(held=self._end(asked.pin, "given_back"))
+        try:
+            if blocks:
+                loan.end.cancel()  # the pages stay while they are looked at
+                await self._drop_damaged(blocks)
+        finally:  # also if the caller leaves meanwhile: nobody else ends it any more
+            held = self._end(asked.pin, "given_back")
+        return GiveBackAnswer(held=held)
 
     def close(self) -> None:
         """End every pin: nothing reads the arena any more."""
@@ -198,6 +195,16 @@ class Lender:
         held = self._pool.unpin(pin, (), reader=PEER_READER, now_s=now_s)
         self._changed()
         return held
+
+    async def _drop_damaged(self, blocks: Sequence[Block]) -> None:
+        """Drop those whose bytes here don't match their tags."""
+        bad, _ = await in_thread(
+            lambda stop: self._damaged(blocks, stop), ends_s=clock.now_s() + MAX_LEND_S
+        )
+        self.damaged += len(bad)
+        for block in bad:
+            log.warning("umbp: block %s is damaged in memory: dropped", block.key.hex())
+            self._pool.drop(block.key, block.generation)
 
     def _damaged(self, blocks: Sequence[Block], stop: Stop) -> list[Block]:
         bad: list[Block] = []

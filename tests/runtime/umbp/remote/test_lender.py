@@ -1,5 +1,6 @@
 """What an owner lends, to whom and for how long; and who it takes for its peers."""
 
+import asyncio
 import json
 from contextlib import aclosing
 
@@ -99,6 +100,21 @@ async def test_a_pin_of_an_engine_can_t_be_given_back_by_a_peer(owner, calls):
     assert not await calls.give_back(back, within_s=1.0)
     assert pool.pinned_blocks(pin.number) == 2
     assert PEER_READER < 0
+
+
+async def test_a_loan_ends_though_its_reader_leaves_while_its_complaint_is_looked_into(
+    owner, calls
+):
+    lender = owner.clients.remote.lender
+    answer = await calls.lend(asked(owner, keys_of(3)), within_s=1.0)
+    back = GiveBackRequest(epoch=answer.epoch, pin=answer.pin, corrupt=(0, 1, 2))
+    giving = asyncio.gather(lender.give_back(back))
+    await asyncio.sleep(0)  # the check has begun
+    giving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await giving
+    await until(lambda: lender.loans == 0)
+    assert (lender.lent_pages, owner.clients.pool.open_pins) == (0, 0)
 
 
 async def test_a_block_that_is_intact_at_home_outlives_a_peer_s_complaint(owner, calls):
