@@ -137,4 +137,4 @@ def _version() -> str:
     try:
         return version("kimistack")
     except PackageNotFoundError:
-        return "0.2.0"
+        return "0.3.0"

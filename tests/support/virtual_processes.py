@@ -202,8 +202,9 @@ class Engine:
             return
         self.process.kill()
         process_ended(self.cluster.loop, self.process)
-        self.client._closed = True
-        arena, self.client._daemon.arena = self.client._daemon.arena, None
+        daemon = self.client._daemon
+        daemon._closed = True
+        arena, daemon.arena = daemon.arena, None
         if arena is not None:
             arena.close()  # its lock ends with it
 

@@ -9,7 +9,7 @@ from kimi_operator.desired.labels import Component, Owner, metadata_of
 from kimi_operator.observed import DRAINING_LABEL, REVISION_LABEL, Manifest
 from kimi_runtime.errors import ConfigError
 
-RUNTIME_IMAGE = "kimistack/runtime:0.2.0"
+RUNTIME_IMAGE = "kimistack/runtime:0.3.0"
 """Of router and pool where the deployment's image is another engine's, or none."""
 RESERVED_VARIABLES = ("KIMISTACK_", "POD_", "NODE_NAME")
 """Beginnings of variables that say who and where a pod is; nobody else sets them."""
