@@ -15,7 +15,7 @@ from kimi_runtime.umbp.remote import landing
 from mishaps import MEETS, Blow, Kind, Mishap, Upset, at
 from virtual_runs import UPSETS, everyday, first_of_each, run, storm
 
-STORMS, TOGETHER = 100, 20
+STORMS, TOGETHER = 40, 20
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +55,10 @@ def test_each_kind_of_step_survives_what_can_happen_to_it(calm, mishap):
         assert hit.blows == [(number, calm.trace[number], blow)]
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_what_happens_to_processes_as_a_step_begins_is_survived(calm, part):
-    """Each kind of step meets two, which are others at the next kind."""
+def test_what_happens_to_processes_as_a_step_begins_is_survived(calm):
+    """Each kind of step meets one, which is another at the next kind."""
     for turn, (number, _) in enumerate(first_of_each(calm.trace)):
-        run(everyday, plan=at(number, Blow(*UPSETS[(part + 2 * turn) % len(UPSETS)])))
+        run(everyday, plan=at(number, Blow(*UPSETS[turn % len(UPSETS)])))
 
 
 @pytest.mark.parametrize("part", range(STORMS // TOGETHER))
@@ -92,7 +91,7 @@ def test_pins_that_outlive_their_readers_are_found_out(calm, monkeypatch):
     monkeypatch.setattr("kimi_runtime.umbp.pool.Pool.reader_gone", lambda *_: 0)
     monkeypatch.setattr("kimi_runtime.umbp.pool.Pool.expire", lambda *_: None)
     with pytest.raises(BaseExceptionGroup) as caught:
-        run(everyday, plan=at(unpin, Blow(Upset.KILLED, "e-a")))
+        run(everyday, plan=at(unpin, Blow(Upset.KILLED, calm.trace[unpin].who)))
     assert caught.value.subgroup(TimeoutError)
 
 
