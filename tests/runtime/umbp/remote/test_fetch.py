@@ -16,6 +16,7 @@ from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.feed import FollowState
 from kimi_runtime.umbp.remote import fetch
 from kimi_runtime.umbp.remote.fetch import Fate
+from kimi_runtime.umbp.state import Phase
 from pool_daemon import CALL_KEY, DaemonProcess, blocks_of, keys_of, metrics, targets
 from pool_peers import SOON_S, Faults, knows, owner_of, peer, peer_spec, until
 
@@ -411,6 +412,7 @@ async def test_metrics_and_readiness_tell_of_the_peers(tmp_path):
         await stored(a, at_a, keys, b)
         await at_b.load(keys, targets(2), deadline_s=SOON_S)
         await until(lambda: a.clients.remote.lender.ends["given_back"] == 1)
+        await until(lambda: b.state.phase is Phase.READY)
         async with aiohttp.ClientSession(b.url) as http:
             async with http.get("/readyz") as response:
                 assert (await response.json())["peers"] == {"a": "exact"}
