@@ -70,10 +70,12 @@ e2e-all: e2e e2e-rdma
 bench: $(VENV)/.dev-stamp
 	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
-# The KV pool: put and get against memcpy, a local get, and the router's index of 10 million keys.
+# The KV pool, one table each: memcpy, other stores (ARGS of umbp_stores name their interpreters), fio,
+# iperf3, the router's index of 10 million keys, peers, and fetching against computing.
+UMBP_BENCHES := umbp umbp_stores ssdlog transfer umbp_index umbp_peers fetch_or_recompute
 bench-umbp: $(VENV)/.dev-stamp
-	$(BIN)/python benchmarks/umbp_index.py
-	$(BIN)/python benchmarks/umbp.py $(ARGS)
+	for bench in $(UMBP_BENCHES); do echo "== $$bench"; \
+	  $(BIN)/python benchmarks/$$bench.py $$(test $$bench = umbp_stores && echo $(ARGS)) || exit 1; done
 
 dist: $(VENV)/.dev-stamp
 	$(BIN)/python -m build
