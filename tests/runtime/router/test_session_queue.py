@@ -335,7 +335,7 @@ class Turns(RuleBasedStateMachine):
             before = len(self.waiting)
             turns_wait = any(one.continues for one in self.waiting.values())
             if not turns_wait:
-                self.now_s += 31  # starts wait until paused sessions are late
+                self.now_s += 61  # starts wait until paused sessions, of 60 s at most, are late
             self.look(0.0)
             assert len(self.waiting) < before
 
