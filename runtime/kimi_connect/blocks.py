@@ -119,14 +119,18 @@ def intact_run(
         if stop():
             break
         parts = [part.toreadonly() for part in arena.parts(block.extents, block.size)]
-        whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         groups = [group.size for group in block.tags]
-        if sum(groups) != block.size or block_tags(key, groups, whole, leaves) != tuple(
+        if sum(groups) != block.size or block_tags(key, groups, whole(parts), leaves) != tuple(
             group.tag for group in block.tags
         ):
             return run, True
         run.append(parts)
     return run, False
+
+
+def whole(parts: Sequence[memoryview]) -> memoryview:
+    """A block's bytes in one piece: its only part, or a copy of all of them."""
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
 def _copied(

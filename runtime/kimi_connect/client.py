@@ -177,15 +177,15 @@ class ArenaClient:
                 payload = self._daemon.call(Op.PIN, asked, Op.PINNED, ends_s)
                 pin, gap, blocks = payloads.unpack_pinned(payload)
                 arena, lease_s = self._daemon.live_arena(), self._daemon.lease_s()
+                if not blocks:
+                    missed = Outcome.MISS if gap is Gap.NONE else wire.outcome_of(gap)
+                    return Borrowed(None, 0, [], missed, 0.0)
+                stop = self._stop(ends_s, renew=pin)
+                parts, corrupt = intact_run(arena, keys, blocks, self._leaves, stop)
             except TimeoutError:
                 return Borrowed(None, 0, [], Outcome.LATE, 0.0)
             except Lost:
                 return Borrowed(None, 0, [], Outcome.UNAVAILABLE, 0.0)
-            if not blocks:
-                missed = Outcome.MISS if gap is Gap.NONE else wire.outcome_of(gap)
-                return Borrowed(None, 0, [], missed, 0.0)
-            stop = self._stop(ends_s, renew=pin)
-            parts, corrupt = intact_run(arena, keys, blocks, self._leaves, stop)
         outcome = Outcome.CORRUPT if corrupt else wire.outcome_of(gap)
         if not corrupt and len(parts) < len(blocks):
             outcome = Outcome.LATE

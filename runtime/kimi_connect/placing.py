@@ -8,6 +8,7 @@ by `commit`, by `abort` or by ending, that it writes to them no more.
 from collections.abc import Callable, Sequence
 
 from kimi_connect.arena import Arena
+from kimi_connect.blocks import whole
 from kimi_connect.tags import Leaves, block_tags
 from kimi_connect.wire import Commitment, Grant, Granted, GroupTag
 
@@ -88,7 +89,6 @@ class Placed:
         return [one.generation for one in self._grants[start:] if one.grant is Grant.RESERVED]
 
     def _tags(self, place: int, parts: Sequence[memoryview]) -> tuple[GroupTag, ...]:
-        whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         groups = self._group_bytes or (self._sizes[place],)
-        tags = block_tags(self._keys[place], groups, whole, self._leaves)
+        tags = block_tags(self._keys[place], groups, whole(parts), self._leaves)
         return tuple(map(GroupTag, groups, tags))

@@ -1,6 +1,7 @@
 """Blocks that a blocking client writes and reads where they lie."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -140,6 +141,20 @@ async def test_a_pin_that_lapsed_is_said_when_it_is_given_back(client, daemon):
     lent = await of(client.lend, keys, deadline_s=SOON_S)
     daemon.clients.pool.expire(1e12)
     assert not await of(lent.give_back)
+
+
+async def test_a_daemon_that_goes_while_blocks_are_checked_is_an_outcome(client, daemon):
+    keys = keys_of(2)
+    await of(client.store, keys, blocks_of(keys), deadline_s=SOON_S)
+
+    def gone_meanwhile(view):
+        client._daemon.close()
+        time.sleep(0.2)  # past a third of the lease, when the pin is renewed
+        return leaves(view)
+
+    client._leaves = gone_meanwhile
+    lent = await of(client.lend, keys, deadline_s=SOON_S)
+    assert (list(lent.parts), lent.outcome) == ([], Outcome.UNAVAILABLE)
 
 
 async def test_a_damaged_block_is_not_lent(client, daemon):
