@@ -6,6 +6,7 @@ a forgotten thread still writes to is worse than a wait of a tenth of a millisec
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
@@ -18,6 +19,11 @@ Result = TypeVar("Result")
 
 INLINE_BYTES = 64 << 10
 """Copies up to this size cost less than handing them to a thread."""
+
+
+def cores_for_copies() -> int:
+    """Threads for one batch: half the cores, since its other end may be on this host; at most 4."""
+    return min(4, max(1, (os.cpu_count() or 1) // 2))
 
 
 class Stop:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from kimi_runtime.errors import CapacityError
 from kimi_runtime.units import format_bytes
 
 PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 TRAILER_BYTES = PAGE_BYTES
 """Behind the data of a shared file lies a page in which its owner says what peers may do."""
 
@@ -50,8 +52,17 @@ def trailer_offset(size_bytes: int) -> int:
 
 
 def private_memory(size_bytes: int) -> Memory:
-    """Zeroed memory of this process alone."""
-    return Memory(memoryview(bytearray(size_bytes)))
+    """Zeroed memory of this process alone, on huge pages where the kernel has them.
+
+    With small ones, every 4 KiB of a copy that is larger than the processor's caches costs a walk
+    of the page table, in a virtual machine of two: several times the copy itself.
+    """
+    if size_bytes < HUGE_PAGE_BYTES:
+        return Memory(memoryview(bytearray(size_bytes)))
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return Memory(memoryview(mapping))
 
 
 def shared_memory(path: Path, size_bytes: int) -> Memory:

@@ -17,6 +17,7 @@ from pathlib import Path
 from kimi_connect.blocks import flat
 from kimi_runtime.errors import CapacityError, ConfigError, PeerGone, RegionGone
 from kimi_runtime.spec.request import RegionRef
+from kimi_runtime.transfer.background import cores_for_copies
 from kimi_runtime.transfer.base import LinkCounters, Session, Span
 from kimi_runtime.transfer.batches import Batches
 from kimi_runtime.transfer.memory import TRAILER_BYTES, Memory, trailer_offset
@@ -37,7 +38,7 @@ class ShmTransport:
     def __init__(self, peer: str, *, streams: int | None = None) -> None:
         """`streams`: threads that copy one batch; None: half the cores, at most four."""
         self._peer = peer
-        self._streams = streams or min(4, max(1, (os.cpu_count() or 1) // 2))
+        self._streams = streams or cores_for_copies()
         self._epoch = secrets.randbits(52)
         self._count = 0
         self._files: dict[Path, _OwnedFile] = {}

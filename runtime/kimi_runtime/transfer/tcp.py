@@ -1,13 +1,13 @@
 """Moving bytes between hosts without RDMA: several authenticated streams per session, no copies.
 
 The owner answers from threads of its own (`tcp_owner`), so a computing event loop delays no peer. A
-reader's batch is merged, cut and spread over the session's streams; each part runs in a thread that
-the system wakes, with the target memory itself as its buffer. A batch that is cancelled or late
-ends its connections with a reset: nothing is written from then on, and the owner forgets it.
+reader's batch is merged, cut and spread over the session's streams, which few threads serve, each
+several of them as their bytes come, with the target memory itself as their buffer. More threads
+than cores would only wake each other. A batch that is cancelled or late ends its connections with a
+reset: nothing is written from then on, and the owner forgets it.
 """
 
 import asyncio
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +15,7 @@ from kimi_connect.blocks import flat
 from kimi_runtime import clock
 from kimi_runtime.errors import PeerGone, RegionGone, TransferError
 from kimi_runtime.spec.request import RegionRef
-from kimi_runtime.transfer.background import Stop, in_thread
+from kimi_runtime.transfer.background import Stop, cores_for_copies, in_thread
 from kimi_runtime.transfer.base import LinkCounters, Session, Span
 from kimi_runtime.transfer.batches import Batches
 from kimi_runtime.transfer.exports import Exports
@@ -24,7 +24,7 @@ from kimi_runtime.transfer.network import NetworkSettings, address_of, listen
 from kimi_runtime.transfer.plan import spread
 from kimi_runtime.transfer.serving import Server
 from kimi_runtime.transfer.tcp_owner import Owner
-from kimi_runtime.transfer.tcp_stream import Stream
+from kimi_runtime.transfer.tcp_stream import Moving, Stream, drive
 
 _READER_THREADS = 64
 
@@ -49,7 +49,7 @@ class TcpTransport:
             listener = listen(self._settings)
             self._address = address_of(listener, self._settings)
             owner = Owner(self._exports, self._settings.call_keys)
-            threads = min(4, max(1, (os.cpu_count() or 1) // 2))
+            threads = cores_for_copies()
             self._server = Server(listener, owner.serve, threads=threads, name=self._serving)
         return self._exports.register(
             flat(memory.view),
@@ -93,6 +93,7 @@ class TcpSession:
         self._remote, self._threads = remote, threads
         self._batches = Batches(remote.peer)
         self._width = settings.streams
+        self._lanes = cores_for_copies()
         self._streams = [Stream(remote, settings) for _ in range(settings.streams)]
         self._free = self._streams[::-1]  # the last one freed, still connected, is taken first
         self._freed = asyncio.Semaphore(settings.streams)
@@ -156,37 +157,69 @@ class TcpSession:
         ) as stop:
             failures: list[TransferError] = []
             in_time = deadline_s > 0
-            if in_time:
-                async with asyncio.TaskGroup() as parts:
-                    running = [
-                        parts.create_task(self._part(plan, local, writes, stop, ends_s, failures))
-                        for plan in spread(spans, self._width)
+            plans = spread(spans, self._width) if in_time else ()
+            if plans:
+                streams = await self._take(len(plans), ends_s)
+                try:
+                    if len(streams) < len(plans):
+                        plans = spread(spans, max(1, len(streams)))
+                    moving = [
+                        (stream, stream.move(plan, local, writes, stop))
+                        for stream, plan in zip(streams, plans, strict=False)
                     ]
-                in_time = all(task.result() for task in running)
+                    in_time = bool(moving) and await self._run(moving, stop, ends_s, failures)
+                finally:
+                    self._give_back(streams)
             if failures and not self.closed:
                 raise failures[0]
             self._batches.require(in_time, spans, deadline_s)
 
-    async def _part(
-        self,
-        plan: Sequence[Span],
-        local: memoryview,
-        writes: bool,
-        stop: Stop,
-        ends_s: float,
-        failures: list[TransferError],
-    ) -> bool:
-        """Whether one stream's part was moved. Its failure ends the others'."""
+    async def _take(self, wanted: int, ends_s: float) -> list[Stream]:
+        """A stream as soon as one is free, and of the others what is free then; none: too late."""
         try:
             async with asyncio.timeout(ends_s - clock.now_s()):
                 await self._freed.acquire()
         except TimeoutError:
-            stop.set()
-            return False
-        stream = self._free.pop()
+            return []
+        taken = [self._free.pop()]
+        while len(taken) < wanted and not self._freed.locked():
+            await self._freed.acquire()
+            taken.append(self._free.pop())
+        return taken
+
+    def _give_back(self, streams: Sequence[Stream]) -> None:
+        self._free += streams[::-1]
+        for _ in streams:
+            self._freed.release()
+
+    async def _run(
+        self,
+        moving: Sequence[tuple[Stream, Moving]],
+        stop: Stop,
+        ends_s: float,
+        failures: list[TransferError],
+    ) -> bool:
+        """Whether all was moved in time, each thread's streams one after another as they can."""
+        lanes = [moving[lane :: self._lanes] for lane in range(min(self._lanes, len(moving)))]
+        if len(lanes) == 1:
+            return await self._lane(moving, stop, ends_s, failures)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._lane(lane, stop, ends_s, failures)) for lane in lanes
+            ]
+        return all(task.result() for task in running)
+
+    async def _lane(
+        self,
+        moving: Sequence[tuple[Stream, Moving]],
+        stop: Stop,
+        ends_s: float,
+        failures: list[TransferError],
+    ) -> bool:
+        """Whether one thread's part was moved in time. Its failure ends the others'."""
         try:
             moved, _ = await in_thread(
-                lambda stop: stream.move(plan, local, writes, stop),
+                lambda stop: drive(moving, stop),
                 ends_s=ends_s,
                 stop=stop,
                 executor=self._threads,
@@ -195,7 +228,4 @@ class TcpSession:
             failures.append(exc)
             stop.set()
             return False
-        finally:
-            self._free.append(stream)
-            self._freed.release()
         return moved

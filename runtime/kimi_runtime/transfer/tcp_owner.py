@@ -68,16 +68,16 @@ def _read(connection: Connection, export: Export, places: Sequence[tuple[int, in
     if view is None:
         yield from connection.send(bytes([Status.GONE]))
         return
-    yield from connection.send(bytes([Status.OK]))
-    for window in windows(view, places, _WINDOW_BYTES):
+    opening, closing = memoryview(bytes([Status.OK])), memoryview(bytearray(1))
+    for window in windows(view, places, _WINDOW_BYTES, before=opening, after=closing):
         left = window
         while left:
             with export.touched() as here:
-                sent = _send(connection, left if here else _stand_ins(_ZEROS, left))
+                closing[0] = Status.OK if here else Status.GONE
+                sent = _send(connection, left if here else _stand_ins(_ZEROS, left, closing))
             left = advance(left, sent)
             if not sent or connection.moved(sent):
                 yield WRITE
-    yield from connection.send(bytes([Status.GONE if export.view is None else Status.OK]))
 
 
 def _write(connection: Connection, export: Export, places: Sequence[tuple[int, int]]) -> Steps:
@@ -119,6 +119,8 @@ def _receive(connection: Connection, window: list[memoryview]) -> int:
     return got
 
 
-def _stand_ins(memory: memoryview, window: list[memoryview]) -> list[memoryview]:
-    """Views as long as those of `window`, all of `memory`."""
-    return [memory[: view.nbytes] for view in window]
+def _stand_ins(
+    memory: memoryview, window: list[memoryview], closing: memoryview | None = None
+) -> list[memoryview]:
+    """Views as long as those of `window`, all of `memory` but for the closing status itself."""
+    return [view if view is closing else memory[: view.nbytes] for view in window]

@@ -1,17 +1,23 @@
-"""One stream of a tcp session: a connection to a peer's region. Blocking; for threads."""
+"""One stream of a tcp session: a connection to a peer's region and what is said on it; for threads.
 
+What moves is a generator, as on the owner's side (`serving`): it yields `READ` or `WRITE` where its
+socket is not ready, so that one thread serves several streams (`drive`).
+"""
+
+import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 
-from kimi_runtime.errors import PeerGone, RegionGone
+from kimi_runtime.errors import PeerGone, RegionGone, TransferError
 from kimi_runtime.spec.request import RegionRef
 from kimi_runtime.transfer.background import Stop
 from kimi_runtime.transfer.base import Span
 from kimi_runtime.transfer.dialling import abort, dial
 from kimi_runtime.transfer.handshake import receive_exactly
 from kimi_runtime.transfer.network import NetworkSettings
+from kimi_runtime.transfer.serving import READ, WRITE
 from kimi_runtime.transfer.tcp_wire import (
     MAX_SPANS,
     OPENED,
@@ -24,8 +30,12 @@ from kimi_runtime.transfer.tcp_wire import (
     windows,
 )
 
+Moving = Generator[int, None, bool]
+"""What a stream does; at the end, whether all was moved."""
+
 _WINDOW_BYTES = 8 << 20
 _ABORT = struct.pack("ii", 1, 0)
+_POLLED = {READ: select.POLLIN, WRITE: select.POLLOUT}
 
 
 class Stream:
@@ -36,10 +46,10 @@ class Stream:
         self._sock: socket.socket | None = None
         self.writable = False
 
-    def connect(self, stop: Stop) -> None:
-        """Open the region, unless that is done. RegionGone, PeerGone."""
+    def connect(self, stop: Stop) -> socket.socket:
+        """Open the region, unless that is done. Blocks. RegionGone, PeerGone."""
         if self._sock is not None:
-            return
+            return self._sock
         ref = self._remote
         sock = dial(ref, self._settings, PURPOSE, stop)
         try:
@@ -52,10 +62,17 @@ class Stream:
         if status != Status.OK:
             sock.close()
             raise RegionGone(self._gone())
+        sock.setblocking(False)
         self._sock, self.writable = sock, bool(writable)
+        return sock
 
-    def move(self, spans: Sequence[Span], local: memoryview, writes: bool, stop: Stop) -> bool:
-        """Move the spans; False if `stop` ended it. RegionGone, PeerGone.
+    def fileno(self) -> int:
+        """The connection's descriptor, for who waits for it."""
+        assert self._sock is not None
+        return self._sock.fileno()
+
+    def move(self, spans: Sequence[Span], local: memoryview, writes: bool, stop: Stop) -> Moving:
+        """Move the spans, or what there is time for before `stop`. RegionGone, PeerGone.
 
         A connection that broke while it was not used (its owner restarted, a firewall forgot it)
         shows only now, so what fails on an old one is tried once on a new one.
@@ -63,9 +80,9 @@ class Stream:
         for start in range(0, len(spans), MAX_SPANS):
             some = spans[start : start + MAX_SPANS]
             fresh = self._sock is None
-            moved = self._attempt(some, local, writes, stop, last=fresh)
+            moved = yield from self._attempt(some, local, writes, stop, last=fresh)
             if not moved and not stop():
-                moved = self._attempt(some, local, writes, stop, last=True)
+                moved = yield from self._attempt(some, local, writes, stop, last=True)
             if not moved:
                 return False
         return True
@@ -81,15 +98,16 @@ class Stream:
 
     def _attempt(
         self, spans: Sequence[Span], local: memoryview, writes: bool, stop: Stop, *, last: bool
-    ) -> bool:
-        move: Callable[[socket.socket, Sequence[Span], memoryview, Stop], Status | None]
+    ) -> Moving:
+        """Whether they were moved; False: the connection broke, or `stop` came."""
+        move: Callable[
+            [socket.socket, Sequence[Span], memoryview, Stop], Generator[int, None, Status | None]
+        ]
         move = _write if writes else _read
         try:
-            self.connect(stop)
-            assert self._sock is not None
-            sock = self._sock
+            sock = self.connect(stop)
             with stop.waking(lambda: abort(sock)):
-                status = move(sock, spans, local, stop)
+                status = yield from move(sock, spans, local, stop)
         except (OSError, PeerGone) as exc:
             self.close(abortive=True)
             if stop() or not last:
@@ -116,35 +134,88 @@ class Stream:
         )
 
 
+def drive(parts: Sequence[tuple[Stream, Moving]], stop: Stop) -> bool:
+    """Run them in this thread until all have ended; whether all was moved.
+
+    The first that fails ends the others by `stop`; what it raised is raised in the end.
+    """
+    poll = select.poll()
+    waiting: dict[int, tuple[Stream, Moving]] = {}
+    ready, whole, failure = list(parts), True, None
+    try:
+        while ready:
+            for stream, steps in ready:
+                try:
+                    want = next(steps)
+                except StopIteration as ended:
+                    whole &= ended.value
+                except TransferError as exc:
+                    failure = failure or exc
+                    stop.set()
+                else:
+                    waiting[stream.fileno()] = (stream, steps)
+                    poll.register(stream, _POLLED[want])
+            ready = []
+            for descriptor, _ in poll.poll() if waiting else ():
+                poll.unregister(descriptor)
+                ready.append(waiting.pop(descriptor))
+    finally:
+        for _, steps in parts:
+            steps.close()
+    if failure is not None:
+        raise failure
+    return whole
+
+
 def _read(
     sock: socket.socket, spans: Sequence[Span], into: memoryview, stop: Stop
-) -> Status | None:
+) -> Generator[int, None, Status | None]:
     """None: stopped half way."""
-    sock.sendall(pack_request(Op.READ, spans))
-    status = Status(receive_exactly(sock, 1)[0])
-    if status is not Status.OK:
-        return status
-    for window in windows(into, [(span.local, span.size) for span in spans], _WINDOW_BYTES):
+    yield from _send(sock, [memoryview(pack_request(Op.READ, spans))], stop)
+    opening, closing = memoryview(bytearray(1)), memoryview(bytearray(1))
+    places = [(span.local, span.size) for span in spans]
+    for window in windows(into, places, _WINDOW_BYTES, before=opening, after=closing):
         left = window
         while left:
-            got, _, _, _ = sock.recvmsg_into(left, 0, socket.MSG_WAITALL)
+            try:
+                got, _, _, _ = sock.recvmsg_into(left)
+            except BlockingIOError:
+                yield READ
+                continue
             if stop():
                 return None
             if not got:
                 raise ConnectionResetError("the peer closed the connection")
+            if opening[0] != Status.OK:
+                return Status(opening[0])
             left = advance(left, got)
-    return Status(receive_exactly(sock, 1)[0])
+    return Status(closing[0])
 
 
 def _write(
     sock: socket.socket, spans: Sequence[Span], data: memoryview, stop: Stop
-) -> Status | None:
+) -> Generator[int, None, Status | None]:
     """None: stopped half way."""
-    sock.sendall(pack_request(Op.WRITE, spans))
-    for window in windows(data, [(span.local, span.size) for span in spans], _WINDOW_BYTES):
-        left = window
-        while left:
-            left = advance(left, sock.sendmsg(left))
-            if stop():
-                return None
-    return Status(receive_exactly(sock, 1)[0])
+    request = memoryview(pack_request(Op.WRITE, spans))
+    places = [(span.local, span.size) for span in spans]
+    for window in windows(data, places, _WINDOW_BYTES, before=request):
+        yield from _send(sock, window, stop)
+    answer = bytearray(1)
+    while not stop():
+        try:
+            if not sock.recv_into(answer):
+                raise ConnectionResetError("the peer closed the connection")
+        except BlockingIOError:
+            yield READ
+            continue
+        return Status(answer[0])
+    return None
+
+
+def _send(sock: socket.socket, window: list[memoryview], stop: Stop) -> Generator[int, None, None]:
+    """Send a window, or what there is time for before `stop`."""
+    while window and not stop():
+        try:
+            window = advance(window, sock.sendmsg(window))
+        except BlockingIOError:
+            yield WRITE

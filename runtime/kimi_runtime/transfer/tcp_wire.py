@@ -57,19 +57,30 @@ def unpack_places(data: bytes | bytearray, size_bytes: int) -> list[tuple[int, i
 
 
 def windows(
-    memory: memoryview, places: Sequence[tuple[int, int]], window_bytes: int
+    memory: memoryview,
+    places: Sequence[tuple[int, int]],
+    window_bytes: int,
+    *,
+    before: memoryview | None = None,
+    after: memoryview | None = None,
 ) -> Iterator[list[memoryview]]:
-    """The places as lists of views of `memory`, each at most `window_bytes` and `WINDOW_SPANS`."""
-    window: list[memoryview] = []
-    room = window_bytes
+    """The places as lists of views of `memory`, each at most `window_bytes` and `WINDOW_SPANS`.
+
+    `before` and `after` go with the first and the last of them: bytes alone in a packet would wake
+    the other side for next to nothing.
+    """
+    window: list[memoryview] = [] if before is None else [before]
+    room, spans = window_bytes, WINDOW_SPANS
     for offset, size in places:
         while size:
+            if not room or not spans:
+                yield window
+                window, room, spans = [], window_bytes, WINDOW_SPANS
             piece = min(size, room)
             window.append(memory[offset : offset + piece])
-            offset, size, room = offset + piece, size - piece, room - piece
-            if not room or len(window) == WINDOW_SPANS:
-                yield window
-                window, room = [], window_bytes
+            offset, size, room, spans = offset + piece, size - piece, room - piece, spans - 1
+    if after is not None:
+        window.append(after)
     if window:
         yield window
 

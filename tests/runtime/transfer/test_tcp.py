@@ -304,7 +304,7 @@ async def test_everything_ends_with_the_transport():
     assert descriptors() <= before
     data = memory.view.obj
     memory.view.release()
-    data.append(0)  # BufferError if another view of it were left
+    data.close()  # BufferError if another view of it were left
 
 
 async def test_what_is_not_an_address_names_what_is_wrong():
