@@ -1,11 +1,16 @@
 """What the SSD log costs: writes and reads against fio, and against plain files, on the same disk.
 
-    PYTHONPATH=runtime python benchmarks/ssdlog.py [--folder DIR] [--blocks 128]
+    PYTHONPATH=runtime python benchmarks/ssdlog.py [--folder DIR] [--blocks 256]
 
-All sides move the same bytes in the same pieces and batches with as many threads, and sync at the
-end of a write; the log also makes and checks tags and checksums, so other work on the cores costs
-it more. Only the O_DIRECT rows tell of the disk: with the page cache, reads are copies in memory.
-Rounds alternate; the best of each side counts. Without `fio` on this machine its column is empty.
+All sides move the same bytes on the same file system in pieces of one block, as many at a time, by
+positioned reads and writes of threads, into files whose space is reserved before (fio does that by
+itself), with or without O_DIRECT; what is written is on stable storage at the end. All use their
+memory again: fio a block per thread, the others a batch. The log also makes and checks tags and
+checksums, which is why its processor time is beside fio's. Only the O_DIRECT rows tell of the disk:
+with the page cache, reads are copies in memory.
+
+Rounds take turns; a ratio is the median of the rounds' ratios. Without `fio` on this machine its
+columns are empty.
 """
 
 import argparse
@@ -13,12 +18,14 @@ import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.ssdlog.append import NewBlock
@@ -26,102 +33,109 @@ from kimi_runtime.umbp.ssdlog.disk import aligned_buffer
 from kimi_runtime.umbp.ssdlog.log import SsdLog
 from kimi_runtime.units import format_bytes, parse_bytes
 
-ROUNDS = 5
+ROUNDS = 9
 THREADS = 4
-BATCH = 16
-ENOUGH_S = 12.0
-"""Per row of the table: a slow disk gets fewer rounds."""
+BATCH = 32
+"""Blocks handed over at a time; what a daemon's write-through does."""
+
+ENOUGH_S = 40.0
+"""With and without O_DIRECT each: a slow disk gets fewer rounds."""
 
 
-class Plain:
-    """A file that blocks are written to one behind another."""
+class Took(NamedTuple):
+    """Seconds of one side's write or read: by the clock, and of processors."""
 
-    def __init__(self, folder: Path, direct: bool) -> None:
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        self.path = folder / "plain"
-        self.fd = os.open(self.path, flags)
-        self.pool = ThreadPoolExecutor(THREADS)
-
-    def write(self, blocks: list[memoryview]) -> None:
-        """Write and sync them all."""
-        self._in_batches(os.pwritev, blocks)
-        os.fdatasync(self.fd)
-
-    def read(self, targets: list[memoryview]) -> None:
-        """Read them all."""
-        self._in_batches(os.preadv, targets)
-
-    def _in_batches(self, move: Callable[..., int], views: list[memoryview]) -> None:
-        placed = [(n * view.nbytes, view) for n, view in enumerate(views)]
-        for start in range(0, len(placed), BATCH):
-            batch = placed[start : start + BATCH]
-            list(self.pool.map(lambda at: move(self.fd, [at[1]], at[0]), batch))
-
-    def close(self) -> None:
-        """Close and delete it."""
-        self.pool.shutdown()
-        os.close(self.fd)
-        self.path.unlink()
+    wall_s: float
+    cpu_s: float
 
 
-def fio_seconds(folder: Path, direct: bool, blocks: list[memoryview]) -> tuple[float, float]:
-    """Seconds of fio's write, synced at its end, and of its read, of as many bytes."""
+class Round(NamedTuple):
+    """One round of writing or reading."""
+
+    fio: Took
+    plain: Took
+    log: Took
+
+
+def timed(work: Callable[[], object]) -> Took:
+    """How long it takes this process."""
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    work()
+    return Took(time.perf_counter() - start_s, time.process_time() - cpu_s)
+
+
+def fio_round(folder: Path, direct: bool, blocks: int, block_bytes: int) -> tuple[Took, Took]:
+    """fio's write, synced at its end, and its read."""
     if shutil.which("fio") is None:
-        return math.nan, math.nan
-    size = sum(block.nbytes for block in blocks)
-    times = []
+        return Took(math.nan, math.nan), Took(math.nan, math.nan)
+    took = []
     for rw in ("write", "read"):
         command = [
             *("fio", "--name=kv", "--output-format=json", f"--directory={folder}"),
-            *(f"--rw={rw}", f"--bs={blocks[0].nbytes}", f"--direct={int(direct)}"),
-            *(f"--numjobs={THREADS}", f"--size={size // THREADS}", "--ioengine=psync"),
-            *("--thread", "--group_reporting", "--end_fsync=1", "--invalidate=0"),
+            *(f"--rw={rw}", f"--bs={block_bytes}", f"--direct={int(direct)}", "--thread"),
+            *(f"--numjobs={THREADS}", f"--size={blocks * block_bytes // THREADS}"),
+            *("--ioengine=psync", "--group_reporting", "--end_fsync=1", "--invalidate=0"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        times.append(json.loads(done.stdout)["jobs"][0][rw]["runtime"] / 1e3)
+        job = json.loads(done.stdout)["jobs"][0]
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+        took.append(Took(job[rw]["runtime"] / 1e3, cpu_s))
     for file in folder.glob("kv.*"):
         file.unlink()
-    return times[0], times[1]
+    return took[0], took[1]
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long it takes."""
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
+def plain_round(
+    folder: Path, direct: bool, count: int, views: Sequence[memoryview]
+) -> tuple[Took, Took]:
+    """A file written, synced and read by as many threads, without a log."""
+    path, size = folder / "plain", views[0].nbytes
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0))
+    os.posix_fallocate(fd, 0, count * size)
+
+    def move(call: Callable[..., int]) -> None:
+        for start in range(0, count, BATCH):
+            numbers = range(start, min(start + BATCH, count))
+            list(pool.map(lambda n: call(fd, [views[n % BATCH]], n * size), numbers))
+
+    def write() -> None:
+        move(os.pwritev)
+        os.fdatasync(fd)
+
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return timed(write), timed(lambda: move(os.preadv))
+    finally:
+        os.close(fd)
+        path.unlink()
 
 
-def one_round(
-    folder: Path, direct: bool, blocks: list[memoryview], targets: list[memoryview]
-) -> tuple[float, ...]:
-    """Seconds of fio's, the plain file's and the log's write, then of their reads."""
-    fio_write_s, fio_read_s = fio_seconds(folder, direct, blocks)
-    plain = Plain(folder, direct)
-    plain_write_s = seconds(lambda: plain.write(blocks))
-    plain_read_s = seconds(lambda: plain.read(targets))
-    plain.close()
-    size = sum(block.nbytes for block in blocks)
+def log_round(
+    folder: Path, direct: bool, count: int, views: Sequence[memoryview]
+) -> tuple[Took, Took]:
+    """The log's write, flushed, and its read, verified."""
+    size = count * views[0].nbytes
     spec = SsdSpec(
         folder=folder / "log", capacity=max(size * 2, 4 << 28), direct=direct, io_threads=THREADS
     )
     log = SsdLog.open(spec)
-    new = [NewBlock(n.to_bytes(16, "big"), block) for n, block in enumerate(blocks)]
-    batches = [slice(start, start + BATCH) for start in range(0, len(new), BATCH)]
+    new = [NewBlock(n.to_bytes(16, "big"), views[n % BATCH]) for n in range(count)]
+    batches = [new[start : start + BATCH] for start in range(0, count, BATCH)]
 
     def put() -> None:
         for batch in batches:
-            assert log.put(new[batch]).refusal is None
+            assert log.put(batch).refusal is None
         assert log.flush()
 
     def get() -> None:
         for batch in batches:
-            keys = [block.key for block in new[batch]]
-            assert len(log.get(keys, targets[batch]).tags) == len(keys)
+            got = log.get([block.key for block in batch], views[: len(batch)])
+            assert len(got.tags) == len(batch)
 
-    log_write_s, log_read_s = seconds(put), seconds(get)
+    took = timed(put), timed(get)
     log.close()
     shutil.rmtree(spec.folder)
-    return fio_write_s, plain_write_s, log_write_s, fio_read_s, plain_read_s, log_read_s
+    return took
 
 
 def main() -> None:
@@ -130,34 +144,58 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--blocks", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--block-bytes", type=parse_bytes, default=1 << 20)
     options = parser.parse_args()
-    size = options.blocks * options.block_bytes
-    memory, into = aligned_buffer(size), aligned_buffer(size)
-    memory[:] = os.urandom(size)
-    cuts = [slice(at, at + options.block_bytes) for at in range(0, size, options.block_bytes)]
-    blocks, targets = [memory[cut] for cut in cuts], [into[cut] for cut in cuts]
-    print(f"{options.blocks} blocks of {format_bytes(options.block_bytes)}, {THREADS} threads")
-    columns = ("fio GB/s", "plain GB/s", "log GB/s", "of fio", "of plain")
-    print(f"{'':<28}" + "".join(f"{column:>12}" for column in columns))
+    count, size = options.blocks, options.block_bytes
+    memory = aligned_buffer(BATCH * size)
+    memory[:] = os.urandom(memory.nbytes)
+    views = [memory[n * size : (n + 1) * size] for n in range(BATCH)]
+    print(f"{count} blocks of {format_bytes(size)}, {THREADS} threads, batches of {BATCH}")
+    columns = ("fio GB/s", "plain GB/s", "log GB/s", "of fio", "of plain", "fio cpu", "log cpu")
+    print(f"{'':<20}" + "".join(f"{column:>11}" for column in columns))
     shares = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for direct in (False, True):
-            started_s, rounds = time.perf_counter(), []
-            while len(rounds) < ROUNDS and time.perf_counter() - started_s < ENOUGH_S:
-                rounds.append(one_round(Path(folder), direct, blocks, targets))
-            assert into == memory
-            best = [size / min(times) / 1e9 for times in zip(*rounds, strict=True)]
-            how = "O_DIRECT: the disk" if direct else "page cache"
-            for name, (fio, plain, ours) in (("write", best[:3]), ("read", best[3:])):
-                print(
-                    f"{f'{name}, {how}':<28}{fio:>12.2f}{plain:>12.2f}{ours:>12.2f}"
-                    f"{ours / fio:>12.0%}{ours / plain:>12.0%}"
+            writes, reads, started_s = list[Round](), list[Round](), time.perf_counter()
+            while len(writes) < ROUNDS and time.perf_counter() - started_s < ENOUGH_S:
+                sides = (
+                    fio_round(Path(folder), direct, count, size),
+                    plain_round(Path(folder), direct, count, views),
+                    log_round(Path(folder), direct, count, views),
                 )
-                shares.append(ours / fio)
-    write, read = shares[-2:]
-    print(f"O_DIRECT: write {write:.0%} and read {read:.0%} of fio on this disk")
+                writes.append(Round(*(side[0] for side in sides)))
+                reads.append(Round(*(side[1] for side in sides)))
+            how = "O_DIRECT" if direct else "page cache"
+            shares.append(_row(f"write, {how}", writes, count * size))
+            shares.append(_row(f"read, {how}", reads, count * size))
+    cached, direct_io = (
+        f"write {w:.0%} and read {r:.0%} of fio" for w, r in (shares[:2], shares[2:])
+    )
+    print(f"O_DIRECT: {direct_io}; page cache: {cached}; target 80%")
+
+
+def _row(name: str, rounds: Sequence[Round], size: int) -> float:
+    """Print a row; the log's speed, of fio's."""
+    speeds = (
+        size / statistics.median(took.wall_s for took in side) / 1e9
+        for side in zip(*rounds, strict=True)
+    )
+    of_fio, of_plain = (
+        statistics.median(getattr(turn, side).wall_s / turn.log.wall_s for turn in rounds)
+        for side in ("fio", "plain")
+    )
+    cpu = (
+        1e3 * statistics.median(getattr(turn, side).cpu_s for turn in rounds) / (size / 1e9)
+        for side in ("fio", "log")
+    )
+    print(
+        f"{name:<20}"
+        + "".join(f"{speed:>11.2f}" for speed in speeds)
+        + f"{of_fio:>11.0%}{of_plain:>11.0%}"
+        + "".join(f"{f'{ms:.0f}ms/GB':>11}" for ms in cpu)
+    )
+    return of_fio
 
 
 if __name__ == "__main__":

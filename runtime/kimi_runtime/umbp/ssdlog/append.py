@@ -1,6 +1,7 @@
 """Putting blocks into the log. One call at a time; its blocks are written in parallel."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -198,10 +199,14 @@ class Appender:
         assert segment is not None
         good = [job.offset + job.size for job in new if job.failure is None]
         end = max(good, default=new[0].offset)
+        file = volume.files[segment.number]
         try:
-            volume.files[segment.number].truncate(end)
+            file.truncate(end)
         except OSError:
             end = segment.end
+        else:
+            with suppress(OSError):  # without it, the next writes are slower
+                file.reserve(volume.identity.segment_bytes)
         first = failed[0].failure
         with volume.lock:
             ledger.cut(segment, end)

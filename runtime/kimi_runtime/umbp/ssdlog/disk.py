@@ -6,6 +6,7 @@ one reads only into memory of its own, which O_DIRECT can't use and which costs 
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -25,6 +26,9 @@ PIECE_BYTES = 4 << 20
 LOG_FILE = "LOG"
 
 _HEAD_BYTES = 64 << 10
+
+_CAN_NOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV}
+"""Of file systems without it, or where the C library's stand-in for it does not suit O_DIRECT."""
 
 Stop = Callable[[], bool]
 
@@ -100,6 +104,17 @@ class SegmentFile:
     def truncate(self, size: int) -> None:
         """Cut the file to `size`."""
         os.ftruncate(self._fd, size)
+
+    def reserve(self, size: int) -> None:
+        """Have `size` bytes of disk taken and in the file, zeros where nothing was written.
+
+        Writes behind a file's end wait for each other, and each has to find its own space.
+        """
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as exc:
+            if exc.errno not in _CAN_NOT_RESERVE:
+                raise
 
     def close(self) -> None:
         """Close it; nobody may be reading."""

@@ -25,7 +25,8 @@ class Scan:
     torn: list[Head] = field(default_factory=list)
     graves: list[Grave] = field(default_factory=list)
     damaged_bytes: int = 0
-    """Bytes that belong to no record with an intact head."""
+    """Bytes that belong to no record with an intact head. Zeros at the end are none: a segment's
+    space is reserved before it is written."""
 
     @property
     def generation(self) -> int:
@@ -48,8 +49,8 @@ def scan_segment(file: SegmentFile, log: Identity, number: int, *, verify_all: b
     while at < walk.size:
         head = walk.head_at(at)
         if head is None:
-            found = walk.next_head(at + log.align)
-            scan.damaged_bytes += found - at
+            found, written = walk.next_head(at)
+            scan.damaged_bytes += written - at
             at = found
             continue
         if _take(scan, walk, head, verify):
@@ -102,20 +103,26 @@ class _Walk:
             return None  # before memory is taken for it
         return self._read(at, memoryview(bytearray(head.body_bytes)))
 
-    def next_head(self, at: int) -> int:
-        """Where the next intact head begins at or after `at`; the file's size if nowhere."""
+    def next_head(self, at: int) -> tuple[int, int]:
+        """Where the next intact head begins at or after `at`; the file's size if nowhere.
+
+        And where that ends which was written before it, as far as zeros at the end can tell.
+        """
+        written = at
         while at < self.size:
             window = self._read(at, memoryview(bytearray(min(_WINDOW_BYTES, self.size - at))))
             if not window.nbytes:
                 if self.head_at(at) is not None:
-                    return at
-                at += self._log.align  # unreadable in part: step by step over it
+                    return at, at
+                at = written = at + self._log.align  # unreadable in part: step by step over it
                 continue
             found = self._in_window(bytes(window), at)
             if found is not None:
-                return found
+                return found, found
+            if used := len(bytes(window).rstrip(b"\0")):
+                written = min(at + on_disk.padded(used, self._log.align), self.size)
             at += on_disk.padded(window.nbytes, self._log.align)
-        return self.size
+        return self.size, written
 
     def _in_window(self, window: bytes, base: int) -> int | None:
         at = window.find(on_disk.RECORD_MAGIC)

@@ -26,6 +26,7 @@ class Tail:
         file = volume.disk.create(number)
         try:
             identity = volume.identity
+            file.reserve(identity.segment_bytes)
             own = Identity(identity.log_id, identity.align, identity.segment_bytes, number)
             file.write(0, [_in_pages(on_disk.encode_identity(own))])
             volume.disk.sync()
@@ -45,7 +46,9 @@ class Tail:
             return
         with volume.lock:
             ledger.active = None  # whatever fails below: a start verifies what has no seal
-        volume.files[segment.number].sync()
+        file = volume.files[segment.number]
+        file.sync()
+        file.truncate(segment.end)  # gives back what was reserved; the seal is the file's last
         if not segment.torn and segment.end > volume.align:
             self.write_record(on_disk.seal(segment.number, segment.end, ledger.generation))
             with volume.lock:
