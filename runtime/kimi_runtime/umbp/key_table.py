@@ -30,6 +30,9 @@ MAX_SETS = 65_536
 _AHEAD = (1, 255, 8192)
 """Keys looked up at a time: a cold prompt ends at the first."""
 
+_FEW = 48
+"""Keys up to which one after the other is sooner done than all together in arrays."""
+
 
 class KeyTable:
     """Numbers of owners are given by `new_owner`; keys are 16 bytes each."""
@@ -93,7 +96,8 @@ class KeyTable:
 
     def add(self, owner: int, keys: Sequence[bytes]) -> None:
         """An owner holds these; those it held already change nothing."""
-        if not keys:
+        if len(keys) <= _FEW:
+            self._change_few(owner, keys, held=True)
             return
         names = _different(names_of(list(keys)))
         self._grow(len(names))
@@ -105,7 +109,8 @@ class KeyTable:
 
     def remove(self, owner: int, keys: Sequence[bytes]) -> None:
         """An owner holds these no more; those it did not hold are passed over."""
-        if not keys:
+        if len(keys) <= _FEW:
+            self._change_few(owner, keys, held=False)
             return
         names = _different(names_of(list(keys)))
         self._grow(len(names))
@@ -152,10 +157,47 @@ class KeyTable:
         name = name_of(key)
         slot = self._slots.find_one(name)
         if slot >= 0:
-            return int(self._slots.numbers[slot])
+            return self._slots.number(slot)
         if self._old is not None and (slot := self._old.find_one(name)) >= 0:
-            return int(self._old.numbers[slot])
+            return self._old.number(slot)
         return 0
+
+    def _change_few(self, owner: int, keys: Sequence[bytes], *, held: bool) -> None:
+        """`add` or `remove`, without arrays."""
+        if not keys:
+            return
+        names = dict.fromkeys(map(name_of, keys))
+        self._grow(len(names))
+        slots, bit, changed = self._slots, 1 << owner, 0
+        becomes: dict[int, tuple[int, bool]] = {}
+        """Of the numbers that were met: the new one, and whether its set is another."""
+        for name in names:
+            slot = slots.place(name)
+            number = slots.number(slot) if slot >= 0 else self._take_old(name)
+            if slot < 0:
+                if not held and number is None:
+                    continue
+                slot, number = slots.insert_one(name, slot), number or 0
+            known = becomes.get(number)
+            if known is None:
+                before = self._masks[number] & ~self._retired
+                after = before | bit if held else before & ~bit
+                known = becomes[number] = self._set(after), after != before
+            slots.set_number(slot, known[0])
+            changed += known[1]
+        self._counts[owner] += changed if held else -changed
+        self._tidy(len(names))
+
+    def _take_old(self, name: int) -> int | None:
+        """The number that a name has in the old table, which has it no more; None if it has none.
+
+        The name stays there without one.
+        """
+        if self._old is None or (slot := self._old.find_one(name)) < 0:
+            return None
+        number = self._old.number(slot)
+        self._old.set_number(slot, 0)
+        return number
 
     def _bring(self, names: Array) -> Array:
         """Slots of names in the table in use; what the old one has of them is moved first."""
