@@ -5,47 +5,21 @@ import json
 import os
 import signal
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from kimi_operator.local.stack import ProcessState, StackState
 from kimi_runtime import clock
 from kimi_runtime.auth import read_call_keys
 from kimi_runtime.router.client import PeerClient
 from local_stack import START_S, Stack
+from samples import Samples
 
 READY_S = 90.0
 LOOK_S = 0.05
-
-
-class Samples:
-    """A process's metrics, as its /metrics told them."""
-
-    def __init__(self, text: str) -> None:
-        families = text_string_to_metric_families(text)
-        self._samples = [sample for family in families for sample in family.samples]
-
-    def total(self, name: str, *values: str) -> float:
-        """The sum over all samples of that name that have these values among their labels'."""
-        wanted = set(values)
-        return sum(
-            one.value
-            for one in self._samples
-            if one.name == name and wanted <= set(one.labels.values())
-        )
-
-    def by(self, name: str, label: str) -> Counter[str]:
-        """The samples of that name, summed by the values of a label."""
-        found: Counter[str] = Counter()
-        for one in self._samples:
-            if one.name == name:
-                found[one.labels[label]] += one.value  # type: ignore[assignment]
-        return found
 
 
 class FaultyStack:
