@@ -13,6 +13,7 @@ from kimi_runtime.engine.follow import SILENCE_S, HttpProgress, ProgressSource
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import KvGeometry
 from kimi_runtime.engine.handoff import HandOffs, TicketUrls
+from kimi_runtime.engine.landing import Landing
 from kimi_runtime.engine.loop import Parts
 from kimi_runtime.engine.plan import Runner
 from kimi_runtime.engine.pull import BlockReader
@@ -117,22 +118,23 @@ def assemble(
             freed=freed,
             checkpoints=backing.checkpoints,
         )
+    landing = Landing(scheduler, counters, freed, keep=None if writer is None else writer.offer)
     fetcher = Fetcher(
         blocks,
         view,
         counters,
+        landing=landing,
         reader=reader,
         pool=backing.pool,
         deadline_s=deadline_s,
-        freed=freed,
         states=backing.states,
         checkpoints=backing.checkpoints,
-        keep=None if writer is None else writer.offer,
     )
     parts = Parts(
         runner=backing.runner,
         scheduler=scheduler,
         fetcher=fetcher,
+        landing=landing,
         freed=freed,
         counters=counters,
         hand_offs=hand_offs,

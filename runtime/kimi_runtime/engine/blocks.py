@@ -47,6 +47,14 @@ class KvBlocks:
         self.reference(blocks)
         return blocks
 
+    def needed(self, keys: Sequence[bytes], total: int) -> int:
+        """How many of the `available` it takes to hold `total` blocks that begin with the leading
+        run of `keys` cached here. Changes nothing.
+        """
+        run = [self._block_of[key] for key in takewhile(self._block_of.__contains__, keys)]
+        idle = sum(1 for block in run if not self._references[block])
+        return idle + max(total - len(run), 0)
+
     def reference(self, blocks: Iterable[int]) -> None:
         """Reference cached or used blocks once more, so that they stay."""
         references, unreferenced = self._references, self._unreferenced

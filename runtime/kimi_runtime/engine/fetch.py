@@ -2,25 +2,24 @@
 
 This happens outside the scheduler, so nobody else's steps wait. Bytes arrive in blocks reserved for
 the request; a block counts only after its tag was checked. Every wait has a deadline, and every
-failure means that the missing tokens are computed instead.
+failure means that the missing tokens are computed instead. While a request waits for room it holds
+nothing (`engine.room`), so what it has is looked at again afterwards.
 """
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kimi_connect.wire import Outcome, Stretch
-from kimi_runtime import clock
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.counters import EngineCounters
 from kimi_runtime.engine.fetch_price import Worth, worth_fetching
-from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.geometry import BlockView
+from kimi_runtime.engine.landing import Landing
 from kimi_runtime.engine.pace import PrefillPace
 from kimi_runtime.engine.pull import Pulled
-from kimi_runtime.engine.request import Fetched, Request
-from kimi_runtime.engine.scheduler import SealedBlock
+from kimi_runtime.engine.request import Request
+from kimi_runtime.engine.room import ROOM_DEADLINES
 from kimi_runtime.engine.state_blocks import blocks_of_state, gather, state_bindings
 from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.engine.take import HandOffReader, blocks_lacking
@@ -86,28 +85,20 @@ class Fetcher:
         view: BlockView,
         counters: EngineCounters,
         *,
+        landing: Landing,
         reader: HandOffReader | None,
         pool: Pool | None,
         deadline_s: float,
-        freed: Freed,
         states: StateMemory | None = None,
         checkpoints: Checkpoints | None = None,
-        keep: Callable[[Iterable[SealedBlock]], None] | None = None,
     ) -> None:
-        """`states` are those of a model that has them; `checkpoints` keeps them in the pool.
-
-        `keep` is given the full blocks that a hand-off brought: a node's pool that has the blocks
-        computed there without those before them has ends of prompts that nobody finds.
-        """
+        """`states` are those of a model that has them; `checkpoints` keeps them in the pool."""
         self._blocks, self._view, self._counters = blocks, view, counters
-        self._reader, self._pool = reader, pool
-        self._deadline_s, self._freed = deadline_s, freed
-        self._states, self._checkpoints, self._keep = states, checkpoints, keep
+        self._landing, self._reader, self._pool = landing, reader, pool
+        self._deadline_s, self._room_s = deadline_s, ROOM_DEADLINES * deadline_s
+        self._states, self._checkpoints = states, checkpoints
         self.pace = PrefillPace()
         """How fast prompts are computed here, which what is fetched is weighed against."""
-        self._reserving = asyncio.Lock()
-        self._reserved: dict[int, list[int]] = {}
-        self._quarantined: list[int] = []
         self._distrusted: OrderedDict[bytes, None] = OrderedDict()
 
     def distrust(self, keys: Sequence[bytes]) -> None:
@@ -117,10 +108,6 @@ class Fetcher:
             self._distrusted[key] = None
         while len(self._distrusted) > _DISTRUSTED_KEYS:
             self._distrusted.popitem(last=False)
-
-    def holders(self) -> list[list[int]]:
-        """Reserved and quarantined blocks, for `KvBlocks.check_integrity`."""
-        return [*self._reserved.values(), self._quarantined]
 
     async def fetch(self, request: Request, take: HandOff | None) -> None:
         """Give the request what KV there is. If this raises, the request holds nothing."""
@@ -141,9 +128,7 @@ class Fetcher:
             if self._pool is not None and request.computed % size == 0:
                 await self._from_pool(self._pool, request)
         except BaseException:
-            blocks, request.blocks, request.computed = request.blocks, [], 0
-            self._blocks.release(blocks)
-            self._freed()
+            self._landing.give_back(request)
             raise
 
     async def _with_state(self, request: Request, states: StateMemory, take: HandOff) -> bool:
@@ -160,28 +145,29 @@ class Fetcher:
         if not self._may_read(request, take):
             return False
         request.blocks = self._blocks.acquire(keys)
-        lacking = range(len(request.blocks), -(-known // size))
         extra = blocks_of_state(states.state_bytes, self._view(0).nbytes)
-        bindings = [request.chain.binding(n, request.tokens[:known]) for n in lacking]
-        bindings += state_bindings(request.chain, request.tokens[:known], extra)
+        full = -(-known // size)
+
+        def bindings() -> list[bytes]:
+            lacking = range(len(request.blocks), full)
+            chain, ids = request.chain, request.tokens[:known]
+            made = [chain.binding(index, ids) for index in lacking]
+            return made + state_bindings(chain, ids, extra)
+
         pulled, whole = Pulled(0), False
         try:
-            pulled = await self._pull(request, take, lacking.start, bindings)
-            whole = pulled.blocks == len(bindings)
+            pulled = await self._pull(request, take, full + extra, bindings)
+            lacking = full - len(request.blocks)
+            whole = pulled.failure is None and pulled.blocks == lacking + extra
             if whole:
-                copies = [self._view(n) for n in self._reserved[request.number][len(lacking) :]]
+                copies = [self._view(one) for one in self._landing.reserved(request)[lacking:]]
                 gather(copies, states.state(request.number))
         finally:
-            self._settle(
-                request,
-                len(lacking) if whole else 0,
-                "hand_off",
-                still_written=pulled.still_written,
+            self._landing.settle(
+                request, lacking if whole else 0, "hand_off", still_written=pulled.still_written
             )
             if not whole:
-                blocks, request.blocks, request.computed = request.blocks, [], 0
-                self._blocks.release(blocks)
-                self._freed()
+                self._landing.give_back(request)
         self._counters.hand_offs_taken += whole
         return whole
 
@@ -193,14 +179,13 @@ class Fetcher:
         found, run = await self._checkpoints.deepest(keys, deadline_s=self._deadline_s)
         if run > found:
             request.refused.add(run * request.chain.block_tokens)
-        reserved = await self._reserve(request, found, within_s=self._deadline_s) if found else None
-        if reserved is None:
+        if not found or not await self._landing.room(request, (), found, within_s=self._room_s):
             return
         restored = 0
         try:
             result = await self._checkpoints.restore(
                 keys[:found],
-                [self._view(block) for block in reserved],
+                [self._view(block) for block in self._landing.reserved(request)],
                 states.state(request.number),
                 deadline_s=self._deadline_s,
                 tenant=request.tenant,
@@ -209,7 +194,7 @@ class Fetcher:
             if result.outcome not in (Outcome.HIT, Outcome.MISS):
                 self._counters.pool_failures[result.outcome.value] += 1
         finally:
-            self._settle(request, restored, "pool")
+            self._landing.settle(request, restored, "pool")
             if not restored:
                 states.drop(request.number)
 
@@ -223,12 +208,18 @@ class Fetcher:
         if not indices:
             self._counters.hand_offs_taken += matching
             return
-        bindings = [request.chain.binding(index, request.tokens) for index in indices]
+
+        def bindings() -> list[bytes]:
+            indices, _ = blocks_lacking(request, take, trusted)
+            return [request.chain.binding(index, request.tokens) for index in indices]
+
         pulled = Pulled(0)
         try:
-            pulled = await self._pull(request, take, indices.start, bindings)
+            pulled = await self._pull(request, take, indices.stop, bindings)
         finally:
-            self._settle(request, pulled.blocks, "hand_off", still_written=pulled.still_written)
+            self._landing.settle(
+                request, pulled.blocks, "hand_off", still_written=pulled.still_written
+            )
         if pulled.failure is None:
             self._counters.hand_offs_taken += matching
 
@@ -240,21 +231,26 @@ class Fetcher:
         return refusal is None
 
     async def _pull(
-        self, request: Request, take: HandOff, first: int, bindings: Sequence[bytes]
+        self, request: Request, take: HandOff, total: int, bindings: Callable[[], list[bytes]]
     ) -> Pulled:
-        """Reserve room for the hand-off's blocks from number `first` on, and read them there.
+        """Reserve room for the hand-off's blocks, so that the request has `total`, and read them.
 
-        What was reserved is left to be settled.
+        `bindings` tells what the blocks are bound to that follow those it has by then. What was
+        reserved is left to be settled.
         """
         # A worker short of blocks would be worst off computing the prompt: wait while the lease
         # leaves time for the transfer itself.
         room_s = max(0.0, take.lease_s - 2 * self._deadline_s)
-        reserved = await self._reserve(request, len(bindings), within_s=room_s)
-        if reserved is None:
+        keys = self._trusted(request.reusable_keys)
+        if not await self._landing.room(request, keys, total, within_s=room_s):
             self._failed(request, "no_room")
             return Pulled(0, failure="no_room")
         assert self._reader is not None
-        result = await self._reader.pull(take, first, bindings, reserved)
+        wanted, first = bindings(), len(request.blocks)
+        if not wanted:  # others brought or computed it meanwhile
+            return Pulled(0)
+        targets = self._landing.reserved(request)[: len(wanted)]
+        result = await self._reader.pull(take, first, wanted, targets)
         request.hand_off_bytes += result.moved_bytes
         request.hand_off_early_bytes += result.early_bytes
         self._counters.hand_off_bytes += result.moved_bytes
@@ -272,30 +268,28 @@ class Fetcher:
         request.hand_off_failure = why
 
     async def _from_pool(self, pool: Pool, request: Request) -> None:
-        lacking = self._trusted(request.reusable_keys[len(request.blocks) :])
-        until_s = clock.now_s() + self._deadline_s
-        worth = await self._worth(pool, request, lacking)
+        keys = self._trusted(request.reusable_keys)
+        worth = await self._worth(pool, request, keys[len(request.blocks) :])
         if worth.refused:
             self._counters.pool_failures["dear"] += 1
         if not worth.blocks:
             return
-        keys = lacking[: worth.blocks]
-        reserved = await self._reserve(request, len(keys), within_s=self._deadline_s)
-        if reserved is None:
+        total = len(request.blocks) + worth.blocks
+        if not await self._landing.room(request, keys, total, within_s=self._room_s):
             self._counters.pool_failures["no_room"] += 1
             return
         loaded = 0
         try:
-            views = [self._view(block) for block in reserved]
-            left_s = max(0.001, until_s - clock.now_s())
-            if worth.within_s is not None:
-                left_s = min(left_s, worth.within_s)
-            result = await pool.load(keys, views, deadline_s=left_s, tenant=request.tenant)
-            loaded = result.blocks
-            if result.outcome not in (Outcome.HIT, Outcome.MISS):
-                self._counters.pool_failures[result.outcome.value] += 1
+            lacking = self._trusted(keys)[len(request.blocks) : total]
+            views = [self._view(block) for block in self._landing.reserved(request)[: len(lacking)]]
+            if lacking:
+                within_s = min(self._deadline_s, worth.within_s or self._deadline_s)
+                result = await pool.load(lacking, views, deadline_s=within_s, tenant=request.tenant)
+                loaded = result.blocks
+                if result.outcome not in (Outcome.HIT, Outcome.MISS):
+                    self._counters.pool_failures[result.outcome.value] += 1
         finally:
-            self._settle(request, loaded, "pool")
+            self._landing.settle(request, loaded, "pool")
 
     async def _worth(self, pool: Pool, request: Request, keys: Sequence[bytes]) -> Worth:
         """How much of what the pool has of `keys` to fetch."""
@@ -315,45 +309,3 @@ class Fetcher:
         if not self._distrusted:
             return keys
         return keys[: next((n for n, key in enumerate(keys) if key in self._distrusted), None)]
-
-    def _settle(
-        self, request: Request, good: int, source: Fetched, *, still_written: bool = False
-    ) -> None:
-        """The first `good` reserved blocks are the request's now; the others are given back."""
-        reserved = self._reserved.pop(request.number, [])
-        size, keys = request.chain.block_tokens, request.reusable_keys
-        brought: list[SealedBlock] = []
-        for block in reserved[:good]:
-            index = len(request.blocks)
-            shared = index < len(keys)
-            request.blocks.append(self._blocks.seal(block, keys[index]) if shared else block)
-            request.fetched[index] = source
-            if shared and source == "hand_off":
-                brought.append(SealedBlock(keys[index], request.blocks[-1], request.tenant))
-        if self._keep is not None:
-            self._keep(brought)
-        most = len(request.tokens) - request.samples
-        request.computed = min(len(request.blocks) * size, most)
-        lost = reserved[good:]
-        if still_written:
-            self._quarantined.extend(lost)
-            self._counters.quarantined_blocks = len(self._quarantined)
-        else:
-            self._blocks.release(lost)
-            self._freed()
-
-    async def _reserve(
-        self, request: Request, count: int, *, within_s: float
-    ) -> Sequence[int] | None:
-        """`count` blocks for bytes to arrive in; None if there was no room in time. In order of
-        arrival, so that a large fetch is not passed by small ones for ever.
-        """
-        try:
-            async with asyncio.timeout(within_s), self._reserving:
-                while (reserved := self._blocks.allocate(count)) is None:
-                    self._freed.fetch.clear()
-                    await self._freed.fetch.wait()
-        except TimeoutError:
-            return None
-        self._reserved[request.number] = reserved
-        return reserved

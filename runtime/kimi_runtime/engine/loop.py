@@ -18,6 +18,7 @@ from kimi_runtime.engine.fetch import Fetcher
 from kimi_runtime.engine.follow import HttpProgress
 from kimi_runtime.engine.freed import Freed
 from kimi_runtime.engine.handoff import HandOffs
+from kimi_runtime.engine.landing import Landing
 from kimi_runtime.engine.plan import RowsFailed, Runner, Sampled, StepPlan
 from kimi_runtime.engine.releases import Releaser
 from kimi_runtime.engine.sampler import NothingAllowed, RequestSampler
@@ -38,6 +39,7 @@ class Parts:
     runner: Runner
     scheduler: Scheduler
     fetcher: Fetcher
+    landing: Landing
     freed: Freed
     counters: EngineCounters
     hand_offs: HandOffs | None = None
@@ -122,7 +124,7 @@ class StepLoop:
         requests = [stream.request for stream in self._streams.values()]
         everybody = dict.fromkeys((*requests, *self._scheduler.requests()))
         holders: list[Sequence[int]] = [request.blocks for request in everybody]
-        holders.extend(parts.fetcher.holders())
+        holders.extend(parts.landing.holders())
         holders.extend(parts.hand_offs.holders() if parts.hand_offs is not None else ())
         holders.extend(parts.writer.holders() if parts.writer is not None else ())
         self._scheduler.blocks.check_integrity(holders)

@@ -70,6 +70,8 @@ class Request:
     fetched: dict[int, Fetched] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     """Positions up to which all blocks were there, but no state to go on with."""
+    coming: int = 0
+    """Tokens that it has once what is read for it, or waits for room, has arrived."""
     hand_off_bytes: int = 0
     hand_off_early_bytes: int = 0
     hand_off_failure: str | None = None
@@ -86,6 +88,11 @@ class Request:
     def lacking(self) -> int:
         """Tokens known and not computed."""
         return len(self.tokens) - self.computed
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens of it that will have to be computed, if all comes that is to come."""
+        return len(self.tokens) - max(self.computed, self.coming)
 
     @property
     def reusable_keys(self) -> list[bytes]:
@@ -112,3 +119,8 @@ class Request:
             hand_off_early_bytes=self.hand_off_early_bytes,
             hand_off_failure=self.hand_off_failure,
         )
+
+
+def order_of(request: Request) -> tuple[float, int]:
+    """Who goes first: total, or two equals could block each other for ever."""
+    return request.rank, request.number

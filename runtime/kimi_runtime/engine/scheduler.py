@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kimi_runtime.engine.blocks import KvBlocks
 from kimi_runtime.engine.checkpoint_policy import CheckpointPolicy
 from kimi_runtime.engine.plan import Row, Sampled, StepPlan
-from kimi_runtime.engine.request import Request
+from kimi_runtime.engine.request import Request, order_of
 from kimi_runtime.errors import CapacityError, Overloaded, RequestError
 
 
@@ -131,7 +131,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Blocks it already has belong to the scheduler from now on."""
-        insort(self._waiting, request, key=_order)
+        insort(self._waiting, request, key=order_of)
 
     def remove(self, request: Request) -> None:
         """The request is done or not wanted any more; its blocks are given back.
@@ -148,6 +148,27 @@ class Scheduler:
                 self._leaving.append(request)
         else:
             self._strip(request)
+
+    def make_room(self, request: Request, needed: int, *, total: int) -> bool:
+        """Whether a request that is to be read for may have `needed` of the available blocks now.
+
+        With them it holds `total`. It may have what `plan` would let it start with: all that its
+        tokens take, beside a block of growth for each of the running and what those lack who wait
+        before it. Between plans it takes blocks from those behind it as if it were queued; alone it
+        needs no more than it reads.
+        """
+        before = [one for one in self._waiting if order_of(one) < order_of(request)]
+        ahead = sum(self._lacks(one) for one in before)
+        beyond = max(self._blocks_for(len(request.tokens)) - total, 0)
+        draft = _Draft(0)
+        while self.blocks.available < needed + beyond + ahead + self.running:
+            if self._in_flight or not (
+                self._strip_waiting(behind=request) or self._preempt_background(request, draft)
+            ):
+                break
+        else:
+            return True
+        return not self.running and not before and self.blocks.available >= needed
 
     def take_completed(self) -> list[Request]:
         """Requests that do not sample and whose prompt is computed; each is told once.
@@ -253,9 +274,9 @@ class Scheduler:
 
         Alone, a request may start with less: it advances as pins end.
         """
-        lacking = self._blocks_for(len(request.tokens)) - len(request.blocks)
+        lacking = self._lacks(request)
         while self.blocks.available < lacking + self.running:
-            if self._strip_waiting(but=request) or self._preempt_background(request, draft):
+            if self._strip_waiting(behind=request) or self._preempt_background(request, draft):
                 continue
             return self.running == 0 and (self.blocks.available > 0 or lacking <= 0)
         return True
@@ -273,7 +294,7 @@ class Scheduler:
         """Give the request blocks for `count` more tokens; returns for how many it has some."""
         need = self._blocks_for(request.computed + count) - len(request.blocks)
         while need > self.blocks.available:
-            if not (self._strip_waiting(but=request) or self._preempt_after(request, draft)):
+            if not (self._strip_waiting() or self._preempt_after(request, draft)):
                 break
         if need > 0:
             more = self.blocks.allocate(min(need, self.blocks.available))
@@ -282,17 +303,19 @@ class Scheduler:
         have = len(request.blocks) * self.limits.block_tokens
         return min(count, have - request.computed)
 
-    def _strip_waiting(self, *, but: Request) -> bool:
+    def _strip_waiting(self, *, behind: Request | None = None) -> bool:
         """Take the blocks of the last waiting request that has some; its cached KV may survive."""
         for request in reversed(self._waiting):
-            if request.blocks and request is not but:
+            if behind is not None and order_of(request) <= order_of(behind):
+                return False
+            if request.blocks:
                 self._strip(request)
                 return True
         return False
 
     def _preempt_after(self, request: Request, draft: _Draft) -> bool:
         """Preempt the running request of the highest rank, unless it is `request` itself."""
-        last = max(self._running.values(), key=_order, default=request)
+        last = max(self._running.values(), key=order_of, default=request)
         if last is request:
             return False
         self._preempt(last, draft)
@@ -301,8 +324,8 @@ class Scheduler:
     def _preempt_background(self, request: Request, draft: _Draft) -> bool:
         """Preempt for a waiting request, but only across classes: equals wait for each other."""
         others = (r for r in self._running.values() if r.priority is not request.priority)
-        last = max(others, key=_order, default=None)
-        if last is None or _order(last) < _order(request):
+        last = max(others, key=order_of, default=None)
+        if last is None or order_of(last) < order_of(request):
             return False
         self._preempt(last, draft)
         return True
@@ -335,6 +358,10 @@ class Scheduler:
             del self._running[request.number]
             self._completed.append(request)
 
+    def _lacks(self, request: Request) -> int:
+        """Blocks it takes to hold all that is known of it, beside those it has."""
+        return max(self._blocks_for(len(request.tokens)) - len(request.blocks), 0)
+
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_tokens)
 
@@ -344,9 +371,5 @@ def _front(blocks: list[int], count: int) -> tuple[int, ...]:
     return tuple(blocks) if count == len(blocks) else tuple(blocks[:count])
 
 
-def _order(request: Request) -> tuple[float, int]:
-    return request.rank, request.number  # total, or two equals could block each other for ever
-
-
 def _generating_first(request: Request) -> tuple[bool, float, int]:
-    return request.lacking > 1, *_order(request)
+    return request.lacking > 1, *order_of(request)

@@ -1,20 +1,21 @@
 """Bringing KV into a simulated worker before a request is scheduled, as `engine.fetch` does. Pure.
 
 Blocks that are here already, then what a named source has, then the node's pool. Room for what
-arrives is reserved in order of arrival. A read has a deadline; what it did not bring is computed.
+arrives is waited for in production's own line; meanwhile nothing is kept here or at the source. A
+read has a deadline; what it did not bring is computed.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
-from kimi_runtime.engine.blocks import KvBlocks
-from kimi_runtime.engine.scheduler import SealedBlock
+from kimi_runtime.engine.room import ROOM_DEADLINES, Place, RoomLine, take_up
+from kimi_runtime.engine.scheduler import Scheduler, SealedBlock
 from kimi_runtime.sim.links import Links
 from kimi_runtime.sim.pool import SimPool
 from kimi_runtime.sim.timeline import Timeline
 from kimi_runtime.sim.work import Read, Work
 
 DEADLINE_S = 5.0
+ROOM_S = ROOM_DEADLINES * DEADLINE_S
 
 
 class Reader:
@@ -25,7 +26,7 @@ class Reader:
     def __init__(
         self,
         name: str,
-        blocks: KvBlocks,
+        scheduler: Scheduler,
         *,
         token_bytes: int,
         timeline: Timeline,
@@ -35,16 +36,16 @@ class Reader:
         schedule: Callable[[Work], None],
         brought: Callable[[list[SealedBlock]], None],
     ) -> None:
-        self._name, self._blocks, self._token_bytes = name, blocks, token_bytes
+        self._name, self._blocks, self._token_bytes = name, scheduler.blocks, token_bytes
+        self._line = RoomLine(scheduler)
         self._timeline, self._links, self.pool = timeline, links, pool
         self._touch, self._schedule, self._brought = touch, schedule, brought
-        self._reserving: deque[Work] = deque()
         self.late = 0
 
     @property
     def waiting(self) -> bool:
         """Whether somebody waits for room to read into."""
-        return bool(self._reserving)
+        return self._line.waiting
 
     def begin(self, work: Work) -> None:
         """Give the request what KV there is, then schedule it."""
@@ -52,8 +53,7 @@ class Reader:
         if self.pool is None and work.read is None:
             self._schedule(work)
             return
-        request.blocks = self._blocks.acquire(request.reusable_keys)
-        request.computed = len(request.blocks) * request.chain.block_tokens
+        take_up(request, self._blocks, request.reusable_keys)
         if self.pool is not None and request.blocks:
             here = request.reusable_keys[: len(request.blocks)]
             self.pool.used(here, now_s=self._timeline.now_s)
@@ -62,6 +62,9 @@ class Reader:
     def stop(self, work: Work) -> None:
         """Give up whatever is being read for it."""
         read, work.read = work.read, None
+        place, work.place = work.place, None
+        if place is not None:
+            self._line.leave(place)
         if work.transfer is not None:
             self._links.cancel(work.transfer)
         if work.deadline is not None:
@@ -74,17 +77,7 @@ class Reader:
 
     def retry(self) -> None:
         """Blocks were given back: whoever waits for room may have it now."""
-        while self._reserving:
-            work = self._reserving[0]
-            read = work.read
-            if work.left or read is None:
-                self._reserving.popleft()
-                continue
-            reserved = self._blocks.allocate(read.count + read.tail)
-            if reserved is None:
-                return
-            self._reserving.popleft()
-            self._move(work, read, reserved)
+        self._line.retry()
 
     def _next(self, work: Work) -> None:
         """The named source first, then the node's pool, then nothing is left to read."""
@@ -107,19 +100,54 @@ class Reader:
             if not self._from_ssd(work, lacking):
                 self._schedule(work)
             return
-        work.read = read
-        work.deadline = self._timeline.after(DEADLINE_S, lambda: self._over(work, read))
-        self._reserving.append(work)
-        self.retry()
+        self._wait_for_room(work, read)
+
+    def _wait_for_room(self, work: Work, read: Read) -> None:
+        """Who gets room at once goes on; who has to wait keeps nothing at the source meanwhile."""
+        request = work.request
+        total = len(request.blocks) + read.count + read.tail
+        place = Place(request, request.reusable_keys, total, lambda fresh: self._room(work, fresh))
+        work.read, work.place = read, place
+        if work.room_until_s is None:
+            work.room_until_s = self._timeline.now_s + ROOM_S
+        work.deadline = self._timeline.at(work.room_until_s, lambda: self._over(work, read))
+        self._line.enter(place)
+        if work.place is place and not read.tail:
+            read.release()
+            read.count = 0
+
+    def _room(self, work: Work, fresh: list[int]) -> None:
+        """There is room now. What is here, and what the source has, may have changed."""
+        place, read, request = work.place, work.read, work.request
+        assert place is not None
+        assert read is not None
+        work.place = None
+        if work.deadline is not None:
+            work.deadline.cancel()
+        if read.tail:
+            read.count = max(len(fresh) - 1, 0)
+        elif not read.count:
+            read.count = read.hold(place.keys[len(request.blocks) : place.total])
+        surplus = fresh[read.count + read.tail :]
+        self._blocks.release(surplus)
+        self._move(work, read, fresh[: len(fresh) - len(surplus)])
 
     def _from_pool(self, keys: Sequence[bytes]) -> Read | None:
-        pool, now_s = self.pool, self._timeline.now_s
-        held = pool.held(keys) if pool is not None and keys else 0
-        if pool is None or not held:
+        pool = self.pool
+        if pool is None or not keys or not pool.held(keys):
             return None
-        pin, _ = pool.pin(keys[:held], now_s=now_s)
-        links = (f"{self._name}/host",)
-        return Read("pool", links, len, lambda: pool.unpin(pin), count=held)
+        pins: list[int] = []
+
+        def pin(keys: Sequence[bytes]) -> int:
+            number, held = pool.pin(keys, now_s=self._timeline.now_s)
+            pins.append(number)
+            return held
+
+        def unpin() -> None:
+            while pins:
+                pool.unpin(pins.pop())
+
+        return Read("pool", (f"{self._name}/host",), pin, unpin, count=pin(keys))
 
     def _from_ssd(self, work: Work, keys: Sequence[bytes]) -> bool:
         """Wait for the pool to read the next of `keys` from its SSD; False if nothing will come."""
@@ -143,6 +171,7 @@ class Reader:
         self._next(work)
 
     def _move(self, work: Work, read: Read, reserved: list[int]) -> None:
+        work.deadline = self._timeline.after(DEADLINE_S, lambda: self._over(work, read))
         work.blocks = reserved
         request = work.request
         tokens = read.count * request.chain.block_tokens
@@ -178,9 +207,14 @@ class Reader:
         self._next(work)
 
     def _over(self, work: Work, read: Read) -> None:
-        if work.read is read:
-            self._touch()
-            self.late += 1
-            self.stop(work)
-            self._schedule(work)
-            self.retry()
+        """It came too late, or there was no room for it: what is here has to do."""
+        if work.read is not read:
+            return
+        self._touch()
+        self.late += 1
+        waited = work.place is not None
+        self.stop(work)
+        if waited:
+            take_up(work.request, self._blocks, work.request.reusable_keys)
+        self._schedule(work)
+        self.retry()

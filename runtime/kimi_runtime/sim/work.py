@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_runtime.engine.request import Fetched, Request
+from kimi_runtime.engine.room import Place
 from kimi_runtime.sim.links import Transfer
 from kimi_runtime.sim.timeline import Timer
 
@@ -13,7 +14,8 @@ class Read:
     """Blocks to bring in before computing: those after the ones that are here.
 
     `hold` says how many of the keys the source still has and keeps them there until `release`;
-    `tail`: the partial block after the last full one comes too (a hand-off).
+    it may be asked again after that. `tail`: the partial block after the last full one comes too (a
+    hand-off, which is held until all is read).
     """
 
     source: Fetched
@@ -45,6 +47,10 @@ class Work:
     computing_s: float | None = None
     """When the first step with it began."""
     left: bool = False
+    place: Place | None = None
+    """In the line for room to read into."""
+    room_until_s: float | None = None
+    """Until when it waits for room, all its reads together."""
     blocks: list[int] = field(default_factory=list)
     """Reserved for what is being read."""
     transfer: Transfer | None = None

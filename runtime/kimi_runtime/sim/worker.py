@@ -73,7 +73,7 @@ class SimWorker:
         """Rows that generated in the newest step, and the tokens they held."""
         self.reader = Reader(
             name,
-            self.blocks,
+            self.scheduler,
             token_bytes=timing.kv_token_bytes,
             timeline=timeline,
             links=links,
@@ -189,7 +189,7 @@ class SimWorker:
             seq=self._reports,
             waiting=scheduler.waiting + len(reading),
             running=scheduler.running,
-            queued_tokens=scheduler.queued_tokens + sum(one.lacking for one in reading),
+            queued_tokens=scheduler.queued_tokens + sum(one.to_compute for one in reading),
             free_blocks=self.blocks.available,
             total_blocks=self.blocks.total,
             steps=self.steps,
@@ -318,7 +318,8 @@ class SimWorker:
         """A window, if for some steps nothing but decoding happens."""
         scheduler = self.scheduler
         running = scheduler.running
-        if self.reader.waiting or not running or (scheduler.waiting and not self._settled):
+        somebody_waits = scheduler.waiting > 0 or self.reader.waiting
+        if not running or (somebody_waits and not self._settled):
             return None
         if running > scheduler.limits.step_tokens:
             return None
@@ -344,7 +345,7 @@ class SimWorker:
         )
         if window.taken > self.blocks.available:
             return None
-        if scheduler.waiting:
+        if somebody_waits:
             # a block that is filled may be what somebody who waits can begin with
             window = dataclasses.replace(window, steps=window.next_seal())
             if window.steps < LEAST_WINDOW:

@@ -78,12 +78,13 @@ class ReferenceAdapter:
 
     def load(self) -> LoadReport:
         """What it has to do right now; every call raises `seq`."""
+        reading = (one.request.to_compute for one in self._loop.streams if not one.scheduled)
         return LoadReport(
             epoch=self._info.epoch,
             seq=self._intake.next_seq(),
             waiting=self._scheduler.waiting + self._fetching,
             running=self._scheduler.running,
-            queued_tokens=self._scheduler.queued_tokens,
+            queued_tokens=self._scheduler.queued_tokens + sum(reading),
             free_blocks=self._scheduler.blocks.available,
             total_blocks=self._scheduler.blocks.total,
             steps=self._counters.steps,
