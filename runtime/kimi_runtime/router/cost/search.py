@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kimi_runtime.router.cost.decode import DecodeLeg, decode_leg
-from kimi_runtime.router.cost.floors import decode_floors, prefill_floors, whole_floors
+from kimi_runtime.router.cost.floors import ROUNDING, decode_floors, prefill_floors, whole_floors
 from kimi_runtime.router.cost.hits import Found, Sources
 from kimi_runtime.router.cost.join import Joiner
 from kimi_runtime.router.cost.prefill import floor, legs, read_bytes
@@ -21,16 +21,24 @@ from kimi_runtime.router.view import KvSource, WorkerView
 
 L = TypeVar("L")
 
+FEW_WORKERS = 12
+"""Up to here it is sooner done to seat every worker than to begin with arrays of them."""
+
 
 @dataclass(slots=True)
 class _Right:
-    """A decode worker in a search. Its leg is made when it is looked at."""
+    """A decode worker in a search."""
 
     floor_s: float
     """What pairs with it cost beyond their prefill leg, at least."""
     worker: WorkerView
-    leg: DecodeLeg | None = None
-    size: float = 0.0
+
+
+class _Decoding(NamedTuple):
+    """Its leg, and the bytes that have to be handed over to it."""
+
+    leg: DecodeLeg
+    size: float
 
 
 class Search:
@@ -43,14 +51,16 @@ class Search:
         self.left_out = 0
         """Workers that were not priced, and searches for a pair that ended early."""
         self._sources = Sources(joiner.context.request, peers)
+        self._wholes: dict[str, tuple[Seat, DecodeLeg]] = {}
+        self._prefills: dict[str, Seat] = {}
+        self._decodings: dict[str, _Decoding] = {}
         self._least_z = min(joiner.z[mode] for mode in (Mode.EXTEND, Mode.FETCH, Mode.SPLIT))
 
     def whole(self, workers: Iterable[WorkerView]) -> None:
         """Plans with one worker that does it all."""
         for floor_s, worker, found in self._by_floor(workers, whole=True):
             if not self._hopeless(floor_s, worker):
-                seat = Seat(self.context, worker, whole=True)
-                decode = decode_leg(seat)
+                seat, decode = self._seated(worker)
                 if not self._hopeless(self._whole_floor_s(seat, found, decode), worker):
                     for leg in legs(seat, found):
                         self.joiner.whole(leg, decode)
@@ -65,8 +75,7 @@ class Search:
         nodes = {worker.node for worker in prefills} - {""}
         near: dict[str, list[_Right]] = {}
         far: list[_Right] = []
-        alone_s, sizes = decode_floors(self.context, decodes)
-        for floor_s, size, worker in zip(alone_s, sizes, decodes, strict=True):
+        for floor_s, size, worker in self._decodes(decodes):
             far.append(_Right(floor_s + size * routes.far_per_byte_s / streams, worker))
             if worker.node in nodes:
                 one = _Right(floor_s + size * routes.near_per_byte_s / streams, worker)
@@ -96,11 +105,25 @@ class Search:
             return []
         found = [self._sources.of(worker) for worker in listed]
         deepest = [some[0][0] if some else 0 for some in found]
-        if whole:
+        if len(listed) <= FEW_WORKERS:
+            least = self._whole_floor_of if whole else self._prefill_floor_s
+            least_s = [least(*one) for one in zip(listed, found, strict=True)]
+        elif whole:
             least_s = whole_floors(self.context, listed, deepest, z=self._least_z)
         else:
             least_s = prefill_floors(self.context, listed, deepest, z=self.joiner.z[Mode.PD])
         return sorted(zip(least_s, listed, found, strict=True), key=_first)
+
+    def _decodes(self, workers: Sequence[WorkerView]) -> Iterable[tuple[float, float, WorkerView]]:
+        """Decode workers with what `decode_floors` tells of each."""
+        if len(workers) > FEW_WORKERS:
+            return zip(*decode_floors(self.context, workers), workers, strict=True)
+        made = []
+        for worker in workers:
+            one = self._decode(worker)
+            floor_s = one.leg.step_s + one.leg.stream_s + one.leg.shared_s
+            made.append(((1 - ROUNDING) * floor_s, (1 - ROUNDING) * one.size, worker))
+        return made
 
     def _prefill_twin(
         self, leg: tuple[float, WorkerView, Found]
@@ -126,12 +149,29 @@ class Search:
             self.context.models.speeds(one.kind).bias(one.name),
         )
 
-    def _made(self, one: _Right) -> DecodeLeg:
-        if one.leg is None:
-            seat = Seat(self.context, one.worker, whole=False)
-            one.leg = decode_leg(seat)
-            one.size = read_bytes(seat, self.context.request.prompt_tokens)
-        return one.leg
+    def _seated(self, worker: WorkerView) -> tuple[Seat, DecodeLeg]:
+        """A worker that does it all, priced once."""
+        known = self._wholes.get(worker.name)
+        if known is None:
+            seat = Seat(self.context, worker, whole=True)
+            known = self._wholes[worker.name] = seat, decode_leg(seat)
+        return known
+
+    def _prefill(self, worker: WorkerView) -> Seat:
+        """A worker that prefills, seated once."""
+        known = self._prefills.get(worker.name)
+        if known is None:
+            known = self._prefills[worker.name] = Seat(self.context, worker, whole=False)
+        return known
+
+    def _decode(self, worker: WorkerView) -> _Decoding:
+        """A worker that decodes, priced once."""
+        known = self._decodings.get(worker.name)
+        if known is None:
+            seat = Seat(self.context, worker, whole=False)
+            size = read_bytes(seat, self.context.request.prompt_tokens)
+            known = self._decodings[worker.name] = _Decoding(decode_leg(seat), size)
+        return known
 
     def _twins_left_out(
         self,
@@ -185,10 +225,10 @@ class Search:
                 self.left_out += 1
                 continue
             if made is None:
-                made = legs(Seat(self.context, worker, whole=False), found)
-            decode = self._made(one)
+                made = legs(self._prefill(worker), found)
+            decoding = self._decode(one.worker)
             for way in made:
-                self.joiner.pair(way, decode, one.size)
+                self.joiner.pair(way, decoding.leg, decoding.size)
 
     def _too_late(self, floor_s: float) -> bool:
         """Whether neither this nor what comes later in the order of floors can be the best."""
@@ -198,6 +238,18 @@ class Search:
         self, floor_s: float, decode: WorkerView, prefill: WorkerView | None = None
     ) -> bool:
         return not self._exhaustive and self.joiner.cannot_win(floor_s, decode, prefill)
+
+    def _whole_floor_of(self, worker: WorkerView, found: Found) -> float:
+        seat, decode = self._seated(worker)
+        return self._whole_floor_s(seat, found, decode)
+
+    def _prefill_floor_s(self, worker: WorkerView, found: Found) -> float:
+        seat = self._prefill(worker)
+        ready_s, compute_s, var = floor(seat, found, self.context.models.links.least_per_byte_s)
+        delayed = self.context.prices.others * seat.queue_ratio
+        risk_s = self.joiner.z[Mode.PD] * math.sqrt(var)
+        cost_s = ready_s + compute_s * delayed + risk_s - seat.replica_s(0.0)
+        return cost_s - ROUNDING * abs(cost_s)
 
     def _whole_floor_s(self, seat: Seat, found: Found, decode: DecodeLeg) -> float:
         ready_s, compute_s, var = floor(seat, found, self.context.models.links.least_per_byte_s)
