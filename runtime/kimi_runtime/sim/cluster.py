@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from kimi_runtime.engine.checkpoint_policy import CheckpointPolicy
 from kimi_runtime.engine.scheduler import SchedulerLimits
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.sim.chance import stream
@@ -20,6 +21,7 @@ from kimi_runtime.sim.worker import SimWorker
 from kimi_runtime.spec.base import SpecModel
 from kimi_runtime.spec.hardware import NodeSpec
 from kimi_runtime.spec.parallel import Sharding, kv_tokens
+from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.worker import Role
 from kimi_runtime.units import Bytes
 
@@ -126,6 +128,11 @@ class Cluster:
         """What a node of it is."""
         return self.timing.node
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one state checkpoint; 0 for a model without linear attention."""
+        return state_bytes(self.timing.model)
+
     def add(self, name: str, role: Role) -> SimWorker:
         """A worker comes, on the node where there is room next."""
         if name in self.workers:
@@ -191,6 +198,7 @@ class Cluster:
                 *(node, node, max(spec.pool // size, 1), size, load_s),
                 ssd_blocks=spec.ssd // size,
                 links=self.links,
+                state_bytes=self.state_bytes,
             )
         chance = stream(self.seed, "speed", name)
         worker = SimWorker(
@@ -218,6 +226,7 @@ class Cluster:
             spec.max_running,
             spec.max_waiting,
             spec.max_context_tokens,
+            CheckpointPolicy(spec.block_tokens) if self.state_bytes else None,
         )
 
     def _have(self, link: str, rate: float) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kimi_connect.states import deepest, piece_count, piece_keys
 from kimi_connect.wire import Grant
 from kimi_runtime.sim.links import Links
 from kimi_runtime.sim.ssd import SimSsd
@@ -22,7 +23,9 @@ QUIET_SHARE = 0.5
 class SimPool:
     """`blocks` of `block_bytes` in a node's memory; losing a byte costs `load_s_per_byte`.
 
-    With `ssd_blocks`, there are as many behind it on the node's drive, reached over `links`.
+    With `ssd_blocks`, there are as many behind it on the node's drive, reached over `links`. Of a
+    model with a state of `state_bytes`, only what ends at a state checkpoint is of use: `held` and
+    `pin` speak of that. A state takes as many objects as it takes blocks' space.
     """
 
     name: str
@@ -32,6 +35,7 @@ class SimPool:
     load_s_per_byte: float
     ssd_blocks: int = 0
     links: Links | None = None
+    state_bytes: int = 0
     feed: FeedLog = field(init=False)
     pool: Pool = field(init=False)
     ssd: SimSsd | None = field(init=False, default=None)
@@ -59,9 +63,26 @@ class SimPool:
                 links=self.links,
             )
 
+    @property
+    def state_pieces(self) -> int:
+        """Objects that a state is kept in."""
+        return piece_count(self.state_bytes, self.block_bytes)
+
     def held(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of `keys` held."""
-        return self.pool.held(keys)
+        """How many leading blocks can be gone on from: the run that is held, or its part up to the
+        deepest state.
+        """
+        run = self.pool.held(keys)
+        return deepest(keys[:run], self.state_pieces, self._holds) if self.state_bytes else run
+
+    def keep_state(self, keys: Sequence[bytes], *, tenant: str, now_s: float) -> bool:
+        """Keep the state at the end of the blocks `keys`, whose bytes have arrived; False if blocks
+        before it are not there, without which it is no use, or there is no room for all of it.
+        """
+        if not keys or self.pool.held(keys) < len(keys):
+            return False
+        own = piece_keys(keys[-1], self.state_pieces)
+        return self.store(own, tenant=tenant, now_s=now_s) == len(own) and self._holds(keys[-1])
 
     def store(self, keys: Sequence[bytes], *, tenant: str, now_s: float) -> int:
         """Keep leading blocks, whose bytes have arrived; how many are held now."""
@@ -74,9 +95,13 @@ class SimPool:
         return next((n for n, one in enumerate(granted) if one.grant is Grant.FULL), len(keys))
 
     def pin(self, keys: Sequence[bytes], *, now_s: float) -> tuple[int, int]:
-        """Keep the leading run in place; the pin's number and the run's length."""
-        pinned = self.pool.pin(keys, reader=0, now_s=now_s)
-        return pinned.number, len(pinned.blocks)
+        """Keep what can be gone on from in place; the pin's number and how many blocks it is."""
+        if not self.state_bytes:
+            pinned = self.pool.pin(keys, reader=0, now_s=now_s)
+            return pinned.number, len(pinned.blocks)
+        count = self.held(keys)
+        states = piece_keys(keys[count - 1], self.state_pieces) if count else []
+        return self.pool.pin([*keys[:count], *states], reader=0, now_s=now_s).number, count
 
     def unpin(self, pin: int) -> None:
         """End a pin. It may have lapsed: what was read is checked in production."""
@@ -101,6 +126,9 @@ class SimPool:
         False: nothing comes.
         """
         return self.ssd is not None and self.ssd.bring(keys, done, tenant=tenant)
+
+    def _holds(self, key: bytes) -> bool:
+        return self.pool.held([key]) == 1
 
     def hint(self, hint: Hint, *, now_s: float) -> None:
         """What the router knows of a session."""

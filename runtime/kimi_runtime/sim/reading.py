@@ -7,6 +7,7 @@ read has a deadline; what it did not bring is computed.
 
 from collections.abc import Callable, Sequence
 
+from kimi_runtime.engine.request import Request
 from kimi_runtime.engine.room import ROOM_DEADLINES, Place, RoomLine, take_up
 from kimi_runtime.engine.scheduler import Scheduler, SealedBlock
 from kimi_runtime.sim.links import Links
@@ -29,6 +30,7 @@ class Reader:
         scheduler: Scheduler,
         *,
         token_bytes: int,
+        state_bytes: int,
         timeline: Timeline,
         links: Links,
         pool: SimPool | None,
@@ -38,6 +40,7 @@ class Reader:
     ) -> None:
         self._name, self._blocks, self._token_bytes = name, scheduler.blocks, token_bytes
         self._line = RoomLine(scheduler)
+        self._state_bytes, self._stateful = state_bytes, state_bytes > 0
         self._timeline, self._links, self.pool = timeline, links, pool
         self._touch, self._schedule, self._brought = touch, schedule, brought
         self.late = 0
@@ -53,11 +56,20 @@ class Reader:
         if self.pool is None and work.read is None:
             self._schedule(work)
             return
-        take_up(request, self._blocks, request.reusable_keys)
+        if self._stateful:  # what is here is without the state at its end
+            self._refuse(request)
+        else:
+            take_up(request, self._blocks, request.reusable_keys)
         if self.pool is not None and request.blocks:
             here = request.reusable_keys[: len(request.blocks)]
             self.pool.used(here, now_s=self._timeline.now_s)
         self._next(work)
+
+    def _refuse(self, request: Request) -> None:
+        """Where all blocks are and no state, one is to be kept this time."""
+        run = 0 if self.pool is None else self.pool.pool.held(request.reusable_keys)
+        if self.pool is not None and run > self.pool.held(request.reusable_keys):
+            request.refused.add(run * request.chain.block_tokens)
 
     def stop(self, work: Work) -> None:
         """Give up whatever is being read for it."""
@@ -84,8 +96,8 @@ class Reader:
         request = work.request
         read, work.read = work.read, None
         lacking = request.reusable_keys[len(request.blocks) :]
-        if request.computed % request.chain.block_tokens:
-            read, lacking = None, []  # it ends in a private tail
+        if request.computed % request.chain.block_tokens or (self._stateful and request.computed):
+            read, lacking = None, []  # it ends in a private tail, or with its state
         if read is not None:
             # what the last token is computed from may end with a full block: then there is no tail
             most = len(request.tokens) - request.samples
@@ -106,7 +118,8 @@ class Reader:
         """Who gets room at once goes on; who has to wait keeps nothing at the source meanwhile."""
         request = work.request
         total = len(request.blocks) + read.count + read.tail
-        place = Place(request, request.reusable_keys, total, lambda fresh: self._room(work, fresh))
+        keys = [] if self._stateful else request.reusable_keys
+        place = Place(request, keys, total, lambda fresh: self._room(work, fresh))
         work.read, work.place = read, place
         if work.room_until_s is None:
             work.room_until_s = self._timeline.now_s + ROOM_S
@@ -127,7 +140,7 @@ class Reader:
         if read.tail:
             read.count = max(len(fresh) - 1, 0)
         elif not read.count:
-            read.count = read.hold(place.keys[len(request.blocks) : place.total])
+            read.count = read.hold(request.reusable_keys[len(request.blocks) : place.total])
         surplus = fresh[read.count + read.tail :]
         self._blocks.release(surplus)
         self._move(work, read, fresh[: len(fresh) - len(surplus)])
@@ -178,6 +191,7 @@ class Reader:
         if read.tail:
             tokens = len(request.tokens) - len(request.blocks) * request.chain.block_tokens
         size, began_s = tokens * self._token_bytes, self._timeline.now_s
+        size += self._state_bytes if tokens else 0
         work.transfer = self._links.start(
             read.links, size, lambda: self._arrived(work, read, began_s)
         )
@@ -214,7 +228,7 @@ class Reader:
         self.late += 1
         waited = work.place is not None
         self.stop(work)
-        if waited:
+        if waited and not self._stateful:
             take_up(work.request, self._blocks, work.request.reusable_keys)
         self._schedule(work)
         self.retry()

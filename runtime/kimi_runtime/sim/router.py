@@ -83,7 +83,7 @@ class SimRouter:
         """The request, and all workers for it, as they are known now."""
         now_s = self._timeline.now_s
         self._follow_all(now_s)
-        held = self.index.prefix_runs(keys)
+        held, states = self.index.prefix_runs(keys), self._states(keys)
         names = list(self._cluster.workers)
         loads = self.ledger.loads(names, now_s=now_s)
         size = self._cluster.spec.block_tokens
@@ -92,12 +92,21 @@ class SimRouter:
             self.insight.promised(fronts, cached, now_s=now_s)
         need_tokens = request.prompt_tokens + request.max_tokens
         views = [
-            self._view(self._cluster.workers[name], loads[name], cached, held, need_tokens)
+            self._view(self._cluster.workers[name], loads[name], cached, held, states, need_tokens)
             for name in names
         ]
         if self.features.replication:
             request = self.insight.request(request, fronts, cached, now_s=now_s)
-        return self._with_sources(request, held), views
+        return self._with_sources(request, held, states), views
+
+    def _states(self, keys: Sequence[bytes]) -> dict[str, tuple[int, ...]] | None:
+        """Positions of state checkpoints by owner; None if the model has no states."""
+        pools, size = self._cluster.pools, self._cluster.spec.block_tokens
+        pieces = next((pool.state_pieces for pool in pools.values()), 0)
+        if not self._cluster.state_bytes:
+            return None
+        behind = self.index.checkpoints(keys, pieces) if pieces else {}
+        return {name: tuple(count * size for count in counts) for name, counts in behind.items()}
 
     def sent(self, worker: SimWorker) -> None:
         """A request is about to go to `worker`: from now on it reports again."""
@@ -207,12 +216,20 @@ class SimRouter:
 
     # views
 
-    def _with_sources(self, request: RequestView, held: Mapping[str, int]) -> RequestView:
+    def _with_sources(
+        self,
+        request: RequestView,
+        held: Mapping[str, int],
+        states: Mapping[str, tuple[int, ...]] | None,
+    ) -> RequestView:
         spec, pools = self._cluster.spec, self._cluster.pools
         if not spec.remote_pools or not pools:
             return request
         sources = tuple(
-            KvSource(name, pool.node, "dram", held[name] * spec.block_tokens)
+            KvSource(
+                *(name, pool.node, "dram", held[name] * spec.block_tokens),
+                None if states is None else states.get(name, ()),
+            )
             for name, pool in pools.items()
             if held.get(name)
         )
@@ -224,6 +241,7 @@ class SimRouter:
         load: Load,
         cached: Mapping[str, int],
         held: Mapping[str, int],
+        states: Mapping[str, tuple[int, ...]] | None,
         need_tokens: int,
     ) -> WorkerView:
         spec, name, now_s = self._cluster.spec, worker.name, self._timeline.now_s
@@ -265,6 +283,7 @@ class SimRouter:
             space_price_s=facts.space_price_s,
             fetches=spec.peers,
             streams=spec.streams,
+            checkpoints=None if states is None else states.get(name, ()),
         )
 
 
@@ -299,6 +318,7 @@ def _info(worker: SimWorker, cluster: Cluster) -> WorkerInfo:
         block_bytes=spec.block_tokens * cluster.timing.kv_token_bytes,
         max_context_tokens=spec.max_context_tokens,
         total_blocks=cluster.total_blocks,
+        state_bytes=cluster.state_bytes,
         max_running=spec.max_running,
         capabilities=able,
     )

@@ -28,8 +28,8 @@ def read_from(
 
         return Read("pool", cluster.route(source, worker), pin, unpin, until)
     peer = cluster.workers.get(source)
-    if peer is None or peer.failed:
-        return None
+    if peer is None or peer.failed or peer.scheduler.limits.checkpoints is not None:
+        return None  # what a worker of a model with states has, it has without them
     lent: list[int] = []
 
     def lend(keys: Sequence[bytes]) -> int:

@@ -4,7 +4,7 @@ A block that waits is pinned, so how many may wait is bounded; what comes then i
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 
 from kimi_runtime.engine.blocks import KvBlocks
@@ -16,6 +16,7 @@ from kimi_runtime.sim.timeline import Timeline
 BATCH_BLOCKS = 32
 PINNED_SHARE = 0.25
 """Of all blocks, how many may wait."""
+WAITING_STATES = 4
 
 
 class Writer:
@@ -40,6 +41,7 @@ class Writer:
         self._most = max(int(PINNED_SHARE * blocks.total), BATCH_BLOCKS)
         self._queue: deque[SealedBlock] = deque()
         self._storing: list[SealedBlock] = []
+        self._states: deque[tuple[Sequence[bytes], str]] = deque()
         self._transfer: Transfer | None = None
         self.dropped = 0
 
@@ -51,8 +53,17 @@ class Writer:
                 continue
             self._blocks.reference([one.block])
             self._queue.append(one)
-        if self._queue and not self._storing:
+        if self._queue and self._transfer is None:
             self._store()
+
+    def offer_state(self, keys: Sequence[bytes], tenant: str) -> None:
+        """Keep the state behind the blocks `keys` once these are stored, or drop it."""
+        if len(self._states) >= WAITING_STATES:
+            self.dropped += 1
+            return
+        self._states.append((keys, tenant))
+        if self._transfer is None:
+            self._store_state()
 
     def holders(self) -> list[list[int]]:
         """The pinned blocks."""
@@ -63,7 +74,25 @@ class Writer:
         if self._transfer is not None:
             self._links.cancel(self._transfer)
         self._queue.clear()
+        self._states.clear()
         self._storing = []
+
+    def _store_state(self) -> None:
+        keys, tenant = self._states.popleft()
+
+        def stored() -> None:
+            self._sync()
+            self._transfer = None
+            self._pool.keep_state(keys, tenant=tenant, now_s=self._timeline.now_s)
+            self._go_on()
+
+        self._transfer = self._links.start(self._links_used, self._pool.state_bytes, stored)
+
+    def _go_on(self) -> None:
+        if self._queue:
+            self._store()
+        elif self._states:
+            self._store_state()
 
     def _store(self) -> None:
         tenant = self._queue[0].tenant
@@ -80,6 +109,5 @@ class Writer:
         keys = [one.key for one in storing]
         self._pool.store(keys, tenant=storing[0].tenant, now_s=self._timeline.now_s)
         self._blocks.release([one.block for one in storing])
-        if self._queue:
-            self._store()
+        self._go_on()
         self._freed()

@@ -21,6 +21,7 @@ from kimi_runtime.sim.timeline import Timeline, Timer
 from kimi_runtime.sim.timing import StepTiming
 from kimi_runtime.sim.window import Window
 from kimi_runtime.sim.work import Work
+from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.worker import LoadReport, Role
 from kimi_runtime.umbp.feed import FeedLog
 
@@ -75,6 +76,7 @@ class SimWorker:
             name,
             self.scheduler,
             token_bytes=timing.kv_token_bytes,
+            state_bytes=state_bytes(timing.model),
             timeline=timeline,
             links=links,
             pool=pool,
@@ -140,7 +142,8 @@ class SimWorker:
     def lend(self, keys: Sequence[bytes]) -> list[int]:
         """Keep the leading run of `keys` that is here until it is given back; its blocks."""
         self.touch()
-        return [] if self.failed else self.blocks.acquire(keys)
+        stateful = self.scheduler.limits.checkpoints is not None
+        return [] if self.failed or stateful else self.blocks.acquire(keys)
 
     def give_back(self, lent: Sequence[int]) -> None:
         """What was lent is read."""
@@ -266,6 +269,9 @@ class SimWorker:
         sealed = self.scheduler.commit(plan, sampled)
         self._settled = self._settled and not sealed
         self._offer(sealed)
+        for row in plan.rows:
+            if row.keep_state and (work := self.work.get(row.request)) is not None:
+                self._keep_state(work.request, row.start + len(row.ids))
         waited = 0
         for drawn in sampled:
             work = self.work.get(drawn.request)
@@ -283,6 +289,9 @@ class SimWorker:
         if work.made == work.output_tokens:
             work.left, self._settled = True, False
             del self.work[work.request.number]
+            if self.scheduler.limits.checkpoints is not None:
+                size = work.request.chain.block_tokens
+                self._keep_state(work.request, work.request.computed // size * size)
             self.scheduler.remove(work.request)
         if work.made == 1:
             work.began()
@@ -298,6 +307,13 @@ class SimWorker:
     def _offer(self, sealed: list[SealedBlock]) -> None:
         if self.writer is not None and sealed:
             self.writer.offer(sealed)
+
+    def _keep_state(self, request: Request, end: int) -> None:
+        """Of a prompt, or of an answer that is over: while one grows only its newest would be."""
+        answering = end > request.prompt_tokens
+        if self.writer is not None and (not answering or request.number not in self.work):
+            keys = request.chain.keys[: end // request.chain.block_tokens]
+            self.writer.offer_state(keys, request.tenant)
 
     def _pause(self, seconds: float, tokens: int) -> None:
         if tokens:
