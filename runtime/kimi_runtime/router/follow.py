@@ -85,8 +85,7 @@ class Feeds:
 
     def held(self, owner: str) -> int | None:
         """How many blocks the owner holds; None unless its copy here is exact."""
-        exact = self._index.state(owner) is FollowState.EXACT
-        return self._index.keys(owner) if exact else None
+        return self._index.held(owner)
 
     def cached_tokens(
         self,

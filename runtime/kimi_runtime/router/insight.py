@@ -101,15 +101,14 @@ class Insight:
         if known is None or known[0] is not info:
             known = self._kinds[info.name] = (info, kind_of(info))
         kind = known[1]
-        age_s = self._reports.age_s(info.name, now_s=now_s) or 0.0
-        age_s = age_s if age_s > self._fresh_s else 0.0
+        known_s, utilisation = self._reports.seen(info.name, now_s=now_s)
+        age_s = known_s if known_s is not None and known_s > self._fresh_s else 0.0
         if self.planner is None:
             return Facts(kind, age_s)
         releases: tuple[tuple[float, int], ...] = ()
         need = -(-need_tokens // info.block_tokens)
         if load.running and load.free_blocks < need * (load.waiting + 1):
             releases = self._releases(self.planner, info, load, now_s=now_s)
-        utilisation = self._reports.utilisation(info.name)
         if not load.certain:  # as busy as the others, if not more
             typical = self._reports.typical_utilisation()
             told = [share for share in (utilisation, typical) if share is not None]

@@ -63,6 +63,11 @@ class Reports:
             known.share = known.busy / (1 - math.exp(-known_s / SMOOTHING_S))
         return _steps(before, report, passed_s, block_tokens)
 
+    def seen(self, worker: str, *, now_s: float) -> tuple[float | None, float | None]:
+        """`age_s` and `utilisation`."""
+        known = self._workers.get(worker)
+        return (None, None) if known is None else (max(now_s - known.at_s, 0.0), known.share)
+
     def utilisation(self, worker: str) -> float | None:
         """Share of its time that prefill takes; None before enough is known."""
         known = self._workers.get(worker)
@@ -75,8 +80,7 @@ class Reports:
 
     def age_s(self, worker: str, *, now_s: float) -> float | None:
         """How old the newest report is; None without any."""
-        known = self._workers.get(worker)
-        return None if known is None else max(now_s - known.at_s, 0.0)
+        return self.seen(worker, now_s=now_s)[0]
 
     def forget(self, worker: str) -> None:
         """The worker restarted or is gone."""

@@ -273,7 +273,7 @@ class Dispatch:
         self._jobs.pop(work, None)
         job.closed = True
         self._close(job)
-        job.ended()
+        self._tell(job)
 
     def _close(self, job: Job, failure: Exception | None = None) -> None:
         """The attempt is over: nothing of it stays anywhere."""
@@ -283,6 +283,7 @@ class Dispatch:
             self._arrived_s.pop(work, None)
             if not worker.failed:
                 worker.leave(work)
+            work.began = work.ended = _nothing
             self._router.answered(worker, job.wire_id)
             self._router.ledger.finish(worker.name, job.wire_id)
         if job.plan is not None:
@@ -310,4 +311,13 @@ class Dispatch:
 
     def _refuse(self, job: Job, why: str) -> None:
         job.record.refused, job.closed = why, True
-        job.ended()
+        self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        """The job is over, and forgets whom to tell: it would keep itself alive by that."""
+        ended, job.began, job.ended = job.ended, _nothing, _nothing
+        ended()
+
+
+def _nothing() -> None:
+    """Nobody is told of what is over."""

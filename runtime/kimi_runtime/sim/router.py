@@ -19,7 +19,7 @@ from kimi_runtime.sim.timeline import Timer
 from kimi_runtime.sim.worker import SimWorker
 from kimi_runtime.spec.router import PolicySpec
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo
-from kimi_runtime.umbp.feed import FeedLog, FollowState
+from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.index import Index
 
 ROUTER = "router"
@@ -33,6 +33,7 @@ class Known:
     """What the router keeps of one worker process."""
 
     info: WorkerInfo
+    roles: tuple[Role, ...]
     answers: dict[str, Callable[[], int]] = field(default_factory=dict)
     """By name, how many tokens of each answer have come."""
     told: dict[str, int] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class SimRouter:
     def _of(self, worker: SimWorker) -> Known:
         known = self._known.get(worker.name)
         if known is None or known.info.epoch != worker.epoch:
-            known = self._known[worker.name] = Known(_info(worker, self._cluster))
+            known = self._known[worker.name] = Known(_info(worker, self._cluster), _roles(worker))
         return known
 
     def _report(self, worker: SimWorker) -> None:
@@ -157,10 +158,12 @@ class SimRouter:
         if worker.failed or self._cluster.workers.get(worker.name) is not worker:
             return
         worker.sync()
+        sampled, told = self.insight.answers.sampled, known.told
         for name, made in known.answers.items():  # production hears of every token as it comes
-            more = made() - known.told.get(name, 0)
-            self.insight.answers.sampled(worker.name, name, more)
-            known.told[name] = known.told.get(name, 0) + more
+            now, before = made(), told.get(name, 0)
+            if now != before:
+                sampled(worker.name, name, now - before)
+                told[name] = now
         report = worker.report()
         if self.ledger.report(worker.name, report, now_s=now_s):
             self.insight.reported(known.info, report, now_s=now_s)
@@ -245,18 +248,18 @@ class SimRouter:
         need_tokens: int,
     ) -> WorkerView:
         spec, name, now_s = self._cluster.spec, worker.name, self._timeline.now_s
-        exact = self.index.state(name) is FollowState.EXACT
+        known = self._of(worker)
         facts = self.insight.facts(
-            self._of(worker).info,
+            known.info,
             load,
-            held=self.index.keys(name) if exact else None,
+            held=self.index.held(name),
             need_tokens=need_tokens,
             now_s=now_s,
         )
         return WorkerView(
             name=name,
             role=worker.role,
-            roles=_roles(worker),
+            roles=known.roles,
             revision=REVISION,
             layout=LAYOUT,
             ready=not worker.failed and name not in self._lost,

@@ -99,6 +99,12 @@ class Index:
         follower = self._followers.get(owner)
         return 0 if follower is None else len(follower.keys)
 
+    def held(self, owner: str) -> int | None:
+        """`keys` of an owner whose entries are exact; None for others."""
+        follower = self._followers.get(owner)
+        exact = follower is not None and follower.state is FollowState.EXACT
+        return self._table.count(self._keys[owner].number) if exact else None
+
     def resume_point(self, owner: str) -> tuple[int | None, int]:
         """`(epoch, after)` to ask the owner's feed for."""
         follower = self._followers.get(owner)

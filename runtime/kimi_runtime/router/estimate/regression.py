@@ -108,8 +108,10 @@ class Regression:
 
         What is no number, negative, or measured where nothing was predicted is passed over.
         """
-        self._fade(now_s)
-        fit = self._solve()
+        fit = self._fit
+        if fit is None or now_s != self._solved_at_s:
+            self._fade(now_s)
+            fit = self._solve()
         expected = fit.at(x)
         usual = sum(prior * value for prior, value in zip(self.prior, x, strict=True))
         if not (math.isfinite(seconds) and seconds >= 0 and usual > 0):
