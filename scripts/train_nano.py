@@ -6,8 +6,8 @@
 
 `run` replaces DIR/state.pt about once a minute and appends to DIR/log.jsonl; it ends after the last
 step of the schedule. `export` writes config.json and model.safetensors as the engine reads them,
-from whatever state is there. `--steps` is the length of the first of two cycles; the second is 0.6
-times as long.
+from whatever state is there. `--steps` is the length of the first of three cycles; the others are
+0.6 and 0.45 times as long.
 """
 
 import argparse
@@ -27,10 +27,11 @@ from kimi_runtime.protocol.vocabulary import open_vocabulary
 from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.training.curriculum import STAGES, Curriculum
 from kimi_runtime.training.export import write_model
-from kimi_runtime.training.loop import Schedule, StepReport, Training
+from kimi_runtime.training.loop import Cycle, Schedule, StepReport, Training
 
 SEED = 20
-STEPS, MORE = 2000, 0.6
+STEPS = 2000
+LATER = ((0.6, 0.6), (0.45, 0.5))  # cycles' lengths in first ones, and shares of its rates
 BATCH_TOKENS = 4096
 MICRO_TOKENS = 1024  # what of one layer fits a core's cache
 STATE, LOG = "state.pt", "log.jsonl"
@@ -91,7 +92,8 @@ def _training(steps: int, *, structured: bool = True) -> Training:
 
 
 def _schedule(steps: int) -> Schedule:
-    return Schedule(steps=steps, more_steps=round(MORE * steps))
+    later = tuple(Cycle(round(length * steps), share) for length, share in LATER)
+    return Schedule(steps=steps, later=later)
 
 
 def _keep_freed_memory() -> None:

@@ -16,8 +16,6 @@ from kimi_runtime.training.loop import Example, padded_length
 from kimi_runtime.training.rendering import example_of
 from kimi_runtime.training.tasks import TextTasks, pieces, repeated
 
-_THINKING = 0.7  # of dialogues; in the rest the assistant answers at once
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -25,7 +23,9 @@ class Stage:
 
     It lasts up to `until`, where 1 is the end of the first cycle.
 
-    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has.
+    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has. In the
+    share `thinking` of the dialogues the assistant thinks before it answers, and when `quoting` it
+    repeats what it was given before it calls a tool.
     """
 
     until: float
@@ -35,6 +35,8 @@ class Stage:
     tools: int = 1
     exchanges: int = 1
     text_tokens: int = 40
+    thinking: float = 0.7
+    quoting: bool = False
 
 
 STAGES = (
@@ -45,6 +47,7 @@ STAGES = (
     Stage(0.85, {"pieces": 1, "pairs": 1, "dialogue": 12, "lookup": 1}, 512, 768, 4, 3, 400),
     Stage(1.00, {"pieces": 1, "dialogue": 10, "lookup": 2}, 1024, 2048, 4, 3, 1200),
     Stage(1.60, {"pairs": 1, "dialogue": 14, "lookup": 1}, 256, 1280, 4, 3, 600),
+    Stage(2.05, {"dialogue": 19, "lookup": 1}, 256, 768, 4, 3, 160, 0.85, quoting=True),
 )
 
 
@@ -66,7 +69,10 @@ class Curriculum:
         self._stages = stages
         self._codec = K2Codec(vocabulary)
         words = Words(vocabulary, held_out=False)
-        self._dialogues = Dialogues(words, Haystack(vocabulary, words))
+        haystack = Haystack(vocabulary, words)
+        self._dialogues = {
+            quoting: Dialogues(words, haystack, quoting=quoting) for quoting in (False, True)
+        }
         text = TextTasks(vocabulary, words)
         self._tasks: dict[str, Callable[[random.Random, int], Example]] = {
             "repeated": lambda draw, length: repeated(draw, length, vocabulary),
@@ -105,18 +111,19 @@ class Curriculum:
 
     def _example(self, draw: random.Random, stage: Stage) -> Example:
         kind = draw.choices(list(stage.shares), weights=list(stage.shares.values()))[0]
+        dialogues = self._dialogues[stage.quoting]
         if kind == "dialogue":
-            dialogue = self._dialogues.draw(
+            dialogue = dialogues.draw(
                 draw,
                 tools=draw.randint(1, stage.tools),
                 exchanges=draw.randint(1, stage.exchanges),
                 text_tokens=stage.text_tokens,
-                thinking=draw.random() < _THINKING,
+                thinking=draw.random() < stage.thinking,
             )
             return example_of(dialogue, self._codec)
         if kind == "lookup":
             size = draw.randint(stage.text_tokens // 2, stage.text_tokens)
-            thinking = draw.random() < _THINKING
-            lookup = self._dialogues.lookup(draw, text_tokens=size, thinking=thinking)
+            thinking = draw.random() < stage.thinking
+            lookup = dialogues.lookup(draw, text_tokens=size, thinking=thinking)
             return example_of(lookup, self._codec)
         return self._tasks[kind](draw, draw.randint(stage.length // 2, stage.length))

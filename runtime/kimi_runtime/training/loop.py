@@ -30,17 +30,24 @@ class Example:
     answers: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """So many steps more, whose rates rise to `share` of the first cycle's and fall at once."""
+
+    steps: int
+    share: float
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Two cycles. In the first, of `steps`, rates rise over `warm_up`, stay, and fall to 0 from
-    `decay_from` on; in the second, of `more_steps`, they rise to `more_share` and fall at once.
+    """Cycles. In the first, of `steps`, rates rise over `warm_up`, stay, and fall to 0 from
+    `decay_from` on; then come the `later` ones.
 
     Routed experts pass through MXFP4 from `quantise_from` on. Fractions are of `steps`.
     """
 
     steps: int
-    more_steps: int = 0
-    more_share: float = 0.6
+    later: tuple[Cycle, ...] = ()
     matrices: float = 6e-3
     others: float = 4e-3
     weight_decay: float = 0.1
@@ -50,19 +57,25 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """Steps of both cycles."""
-        return self.steps + self.more_steps
+        """Steps of all cycles."""
+        return self.steps + sum(cycle.steps for cycle in self.later)
 
     def rates(self, step: int) -> Rates:
         """Of the step with this number, from 0."""
         if step < self.steps:
-            rising = min(1.0, (step + 1) / self.warm_up)
             left = (self.steps - step) / max(1.0, self.steps * (1 - self.decay_from))
-            share = rising * min(1.0, left)
-        else:
-            rising = min(1.0, (step - self.steps + 1) / self.warm_up)
-            left = (self.total - step) / max(1.0, self.more_steps)
-            share = self.more_share * rising * left
+            return self._rates(step, min(1.0, left))
+        begun = self.steps
+        for cycle in self.later:
+            if step < begun + cycle.steps:
+                left = 1 - (step - begun) / cycle.steps
+                return self._rates(step - begun, cycle.share * left)
+            begun += cycle.steps
+        return self._rates(0, 0.0)
+
+    def _rates(self, since: int, share: float) -> Rates:
+        """`share` of the full rates, but not all of it in a cycle's first steps."""
+        share *= min(1.0, (since + 1) / self.warm_up)
         return Rates(self.matrices * share, self.others * share, self.weight_decay)
 
     def quantises(self, step: int) -> bool:

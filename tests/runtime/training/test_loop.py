@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from kimi_runtime.protocol.vocabulary import open_vocabulary
 from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.training.initial import initial_masters
-from kimi_runtime.training.loop import Example, Schedule, Training, pack
+from kimi_runtime.training.loop import Cycle, Example, Schedule, Training, pack
 from kimi_runtime.training.model import TrainingK2
 from kimi_runtime.training.optimiser import orthogonal
 from kimi_runtime.training.weights import leaves_of
@@ -57,14 +57,19 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path):
     assert again.step == 1
 
 
-def test_rates_fall_to_nothing_twice():
-    schedule = Schedule(steps=100, more_steps=50, warm_up=2)
+def test_rates_fall_to_nothing_in_every_cycle():
+    later = (Cycle(steps=50, share=0.6), Cycle(steps=20, share=0.5))
+    schedule = Schedule(steps=100, later=later, warm_up=2)
     rates = [schedule.rates(step).matrices for step in range(schedule.total)]
     assert rates[1] == rates[54] == max(rates) == schedule.matrices
     assert rates[99] == pytest.approx(schedule.matrices / 45)
-    assert rates[102] == pytest.approx(0.6 * schedule.matrices * 48 / 50)
-    assert rates[102:] == sorted(rates[102:], reverse=True)
-    assert 0 < rates[149] < rates[99]
+    for begin, cycle in ((100, later[0]), (150, later[1])):
+        within = rates[begin + 1 : begin + cycle.steps]
+        assert within[0] == pytest.approx(
+            cycle.share * schedule.matrices * (cycle.steps - 1) / cycle.steps
+        )
+        assert within == sorted(within, reverse=True)
+        assert 0 < within[-1] == pytest.approx(cycle.share * schedule.matrices / cycle.steps)
 
 
 def test_the_loss_on_copies_falls():

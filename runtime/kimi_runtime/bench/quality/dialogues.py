@@ -57,10 +57,13 @@ class _State:
 
 
 class Dialogues:
-    """Draws dialogues. In those with `thinking` the assistant thinks first."""
+    """Draws dialogues. In those with `thinking` the assistant thinks first.
 
-    def __init__(self, words: Words, haystack: Haystack) -> None:
-        self._words, self._haystack = words, haystack
+    Before a call it thinks of the tool; when `quoting`, of what the question gave it as well.
+    """
+
+    def __init__(self, words: Words, haystack: Haystack, *, quoting: bool = True) -> None:
+        self._words, self._haystack, self._quoting = words, haystack, quoting
         self._maker = ToolMaker(words)
 
     def draw(
@@ -131,6 +134,8 @@ class Dialogues:
         state.asked[:] = [entry for entry in state.asked if entry[0] is not plan]
         state.asked.append((plan, question, value))
         thought = f"The {plan.topic}.\ntype {plan.tool.name}"
+        if self._quoting:
+            thought += f"\n{question.given}"
         return Exchange(
             "again" if question.again else "call",
             (

@@ -33,10 +33,14 @@ class ToolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question's text and the call that answers it. `again`: it names no topic."""
+    """A question's text and the call that answers it. `again`: it names no topic.
+
+    `given` are the text's words that give the arguments.
+    """
 
     plan: ToolPlan
     text: str
+    given: str
     arguments: dict[str, Value]
     again: bool = False
 
@@ -83,8 +87,9 @@ class ToolMaker:
                 arguments[name] = self._value(draw, kind)
         pairs = self._pairs(draw, plan, arguments)
         if again:
-            return Question(plan, f"And {pairs}?", arguments, again=True)
-        return Question(plan, draw.choice(_ASKS).format(topic=plan.topic, pairs=pairs), arguments)
+            return Question(plan, f"And {pairs}?", pairs, arguments, again=True)
+        text = draw.choice(_ASKS).format(topic=plan.topic, pairs=pairs)
+        return Question(plan, text, pairs, arguments)
 
     def _value(self, draw: random.Random, kind: str) -> Value:
         match kind:
