@@ -1,9 +1,11 @@
 # The commands of the project. `make up` and `make test` set up what they need in .venv.
-# PYTHON: the interpreter that makes .venv. TORCH_INDEX: an index with CPU builds of PyTorch
-# (PyTorch's "Get started" page names it); without it pip takes what the default index has.
+# PYTHON: the interpreter that makes .venv. JOBS: processes that share the tests.
+# TORCH_INDEX: an index with CPU builds of PyTorch (PyTorch's "Get started" page names it); without
+# it pip takes what the default index has.
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 TORCH_INDEX ?=
 FILE ?= examples/kimi-nano.yaml
 BIN := $(VENV)/bin
@@ -31,7 +33,7 @@ status: $(VENV)/.run-stamp
 	$(BIN)/kimistack status
 
 test: $(VENV)/.dev-stamp
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.dev-stamp
 	$(BIN)/ruff format --check .

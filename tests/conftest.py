@@ -5,6 +5,8 @@ import importlib.util
 import os
 import pathlib
 
+import pytest
+
 
 def has_gpu() -> bool:
     """Whether torch will see a GPU, without the seconds it takes to import torch."""
@@ -18,3 +20,14 @@ def has_gpu() -> bool:
 # GPU, do so in a process of their own.
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one process runs of a file, when several share the tests: all of it, and one runs all
+    that need the cluster, of which there is one.
+    """
+    for item in items:
+        clustered = item.get_closest_marker("cluster") is not None
+        group = "cluster" if clustered else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
