@@ -67,8 +67,7 @@ MEETS: dict[Kind, tuple[Mishap, ...]] = {
     Kind.SOCKET: (Mishap.DELAY, Mishap.STALL, Mishap.CUT),
     Kind.CALL: tuple(m for m in Mishap if m is not Mishap.REHOME),
     Kind.ANSWER: tuple(m for m in Mishap if m is not Mishap.REHOME),
-    # a line carries no checksum of its own: TCP, or TLS, has to bring it intact
-    Kind.FEED: tuple(m for m in Mishap if m not in (Mishap.REHOME, Mishap.CORRUPT)),
+    Kind.FEED: tuple(m for m in Mishap if m is not Mishap.REHOME),
     Kind.COPY: tuple(Mishap(fault) for fault in Fault),
     Kind.THREAD: (Mishap.DELAY, Mishap.STALL),
 }

@@ -19,7 +19,7 @@ from kimi_runtime.transfer.loopback import Fabric, LoopbackTransport
 from kimi_runtime.umbp.feed import decode_line
 from kimi_runtime.umbp.remote.calls import FEED_SILENCE_S, OwnerBusy, OwnerCalls
 from kimi_runtime.umbp.rpc.server import RpcServer
-from kimi_runtime.umbp.serve_feed import feed_lines
+from kimi_runtime.umbp.serve_feed import Following, feed_lines
 from mishaps import Blow, Kind, Mishap, Plan, Step, Upset, flipped, none
 from virtual_streams import Stream
 from virtual_time import Process, VirtualLoop, current
@@ -249,7 +249,10 @@ class _Calls(OwnerCalls):
         self._port = GRPC_PORT
         await self._close_stale()
         lines = feed_lines(
-            *(log, face.state.pulse), epoch=epoch, after=after, interval_s=face.feed_interval_s
+            log,
+            face.state.pulse,
+            Following(epoch, after, summed=True),
+            interval_s=face.feed_interval_s,
         )
         arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
         face.feeds.add(arrived)

@@ -34,7 +34,7 @@ from kimi_runtime.errors import (
 from kimi_runtime.spec.request import ErrorBody, GenerateChunk, GenerateRequest
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage, HintBatch
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
-from kimi_runtime.umbp.feed import decode_line
+from kimi_runtime.umbp.feed import decode_line, feed_path
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -141,10 +141,9 @@ class PeerClient:
         self, epoch: int | None, after: int
     ) -> AsyncGenerator[FeedHello | FeedSnapshotPage | FeedBatch, None]:
         """`GET /feed`: parsed lines until the owner ends the stream."""
-        query = f"?after={after}" + ("" if epoch is None else f"&epoch={epoch}")
         limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=FEED_SILENCE_S)
         async with (
-            self._call("GET", f"/feed{query}", b"", limits) as response,
+            self._call("GET", feed_path(epoch, after), b"", limits) as response,
             aclosing(_lines(response.content)) as lines,
         ):
             async for line in lines:

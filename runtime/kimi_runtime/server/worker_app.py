@@ -172,10 +172,8 @@ def worker_app(server: WorkerServer) -> FastAPI:
 
     async def feed(request: Request) -> Streamed:
         await server.signed_body(request)
-        epoch, after = follow_from(request.query_params)
-        lines = feed_lines(
-            adapter.feed, server.pulse, epoch=epoch, after=after, interval_s=FEED_INTERVAL_S
-        )
+        following = follow_from(request.query_params)
+        lines = feed_lines(adapter.feed, server.pulse, following, interval_s=FEED_INTERVAL_S)
         return Streamed(
             _all(lines), media_type=NDJSON, last_words=lambda error: b"", stall_s=STALL_S
         )
@@ -183,7 +181,7 @@ def worker_app(server: WorkerServer) -> FastAPI:
     async def progress(request: Request) -> Streamed:
         trace_of(request.scope).quiet = True
         await server.signed_body(request)
-        _, after = follow_from(request.query_params)
+        after = follow_from(request.query_params).after
         lines = adapter.progress(request.path_params["ticket"], after)
         return Streamed(
             _progress_lines(lines),

@@ -1,7 +1,8 @@
 """What an owner holds, told to whoever follows: a numbered log with snapshots.
 
 `FeedLog` is the owner's side, `FeedFollower` the other. Both are pure: no I/O, no clock. The wire
-format is `spec.umbp.FeedLine`, one JSON text a line; `Changes` are a batch without it. A follower
+format is `spec.umbp.FeedLine`, one JSON text a line behind its checksum; `Changes` are a batch
+without it. A follower
 that has applied everything up to `seq` of the same epoch is EXACT; after a gap, before the
 snapshot's end or while disconnected it is DEGRADED: what it says may be wrong, which costs a miss.
 """
@@ -13,6 +14,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Literal, Protocol
 
+import xxhash
 from pydantic import TypeAdapter
 
 from kimi_runtime.errors import ProtocolError
@@ -29,20 +31,47 @@ from kimi_runtime.umbp.keys import hex_keys
 SNAPSHOT_PAGE_KEYS = 4096
 BATCH_EVENTS = 1024
 
+LINE_SUM = "xxh3"
+"""What a follower asks for that reads checksums: XXH3-64, in hexadecimal, of the line's JSON."""
+
+_SUM_DIGITS = 16
+
 _LINE: TypeAdapter[FeedHello | FeedSnapshotPage | FeedBatch] = TypeAdapter(FeedLine)
 
 
-def encode_line(line: FeedHello | FeedSnapshotPage | FeedBatch) -> bytes:
-    """One line of a feed, newline included."""
-    return line.model_dump_json().encode() + b"\n"
+def feed_path(epoch: int | None, after: int) -> str:
+    """Where an owner is asked for what comes after `(epoch, after)`, in lines with checksums."""
+    return f"/feed?after={after}&sum={LINE_SUM}" + ("" if epoch is None else f"&epoch={epoch}")
 
 
-def decode_line(line: bytes | str) -> FeedHello | FeedSnapshotPage | FeedBatch:
-    """Parse one line of a feed; ProtocolError if it is none."""
+def encode_line(line: FeedHello | FeedSnapshotPage | FeedBatch, *, summed: bool = False) -> bytes:
+    """One line of a feed, newline included; with its checksum before it, if `summed`."""
+    text = line.model_dump_json().encode()
+    if not summed:
+        return text + b"\n"
+    return b"%b %b\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
+
+
+def decode_line(line: bytes) -> FeedHello | FeedSnapshotPage | FeedBatch:
+    """Parse one line of a feed; ProtocolError if it is none, or not the one that was sent.
+
+    A line that begins with JSON is of an owner that makes no checksums yet. No damage turns one
+    kind into the other: behind a checksum's place no JSON begins.
+    """
+    if not line.startswith(b"{"):
+        line = _checked(line)
     try:
         return _LINE.validate_json(line)
     except ValueError as exc:
         raise ProtocolError(f"a feed line does not parse: {exc}") from exc
+
+
+def _checked(line: bytes) -> bytes:
+    told, text = line[:_SUM_DIGITS], line[_SUM_DIGITS + 1 :].removesuffix(b"\n")
+    space = line[_SUM_DIGITS : _SUM_DIGITS + 1]
+    if space != b" " or told != xxhash.xxh3_64_hexdigest(text).encode():
+        raise ProtocolError(f"a feed line does not parse: {len(line)} bytes are not what was sent")
+    return text
 
 
 Op = Literal["add", "remove", "clear"]

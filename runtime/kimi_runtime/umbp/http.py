@@ -106,7 +106,7 @@ class PoolHttp:
         clients = self.state.serving()
         if self.followers >= MAX_FOLLOWERS:
             raise Unavailable(f"{MAX_FOLLOWERS} followers are the limit; try again later")
-        epoch, after = follow_from(request.query)
+        following = follow_from(request.query)
         response = web.StreamResponse(
             headers={"Content-Type": "application/x-ndjson", PORT_HEADER: str(self.rpc_port)}
         )
@@ -115,11 +115,7 @@ class PoolHttp:
         try:
             await response.prepare(request)
             lines = feed_lines(
-                clients.feed,
-                self.state.pulse,
-                epoch=epoch,
-                after=after,
-                interval_s=self.feed_interval_s,
+                clients.feed, self.state.pulse, following, interval_s=self.feed_interval_s
             )
             async for line in lines:
                 async with asyncio.timeout(WRITE_S):

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import NamedTuple
 
 from kimi_runtime.errors import RequestError
-from kimi_runtime.umbp.feed import FeedLog, encode_line
+from kimi_runtime.umbp.feed import LINE_SUM, FeedLog, encode_line
 
 HEARTBEAT_S = 1.0
 
@@ -36,8 +38,16 @@ class Pulse:
         return True
 
 
-def follow_from(query: Mapping[str, str]) -> tuple[int | None, int]:
-    """`(epoch, after)` of a feed request's query; RequestError if they are no numbers."""
+class Following(NamedTuple):
+    """Where a follower is, and whether it reads checksums; one of an earlier version does not."""
+
+    epoch: int | None = None
+    after: int = 0
+    summed: bool = False
+
+
+def follow_from(query: Mapping[str, str]) -> Following:
+    """What a feed request's query asks for; RequestError if its numbers are none."""
     values: dict[str, int] = {}
     for name in ("epoch", "after"):
         text = query.get(name, "")
@@ -46,36 +56,37 @@ def follow_from(query: Mapping[str, str]) -> tuple[int | None, int]:
         if not (text.isascii() and text.isdigit() and len(text) <= 20):
             raise RequestError(f"{name} must be a whole number, not {text!r}", param=name)
         values[name] = int(text)
-    return values.get("epoch"), values.get("after", 0)
+    summed = query.get("sum") == LINE_SUM
+    return Following(values.get("epoch"), values.get("after", 0), summed)
 
 
 async def feed_lines(
     log: FeedLog,
     pulse: Pulse,
+    following: Following,
     *,
-    epoch: int | None,
-    after: int,
     interval_s: float,
     heartbeat_s: float = HEARTBEAT_S,
 ) -> AsyncIterator[bytes]:
-    """The lines for one follower at `(epoch, after)`, until the pulse is closed.
+    """The lines for one follower, until the pulse is closed.
 
     Changes of `interval_s` go out together; an empty batch every `heartbeat_s` of silence. A
     follower that falls out of the log gets a snapshot in the same stream.
     """
-    yield encode_line(log.hello())
-    resumed = log.resumes(epoch, after)
-    at = after if resumed else -1
+    encode = partial(encode_line, summed=following.summed)
+    yield encode(log.hello())
+    resumed = log.resumes(following.epoch, following.after)
+    at = following.after if resumed else -1
     while not pulse.closed:
         batch = log.batch_after(at) if at >= 0 else None
         if batch is None:
             at = log.seq
             for page in log.snapshot():
-                yield encode_line(page)
+                yield encode(page)
         elif batch.events:
             at += len(batch.events)
-            yield encode_line(batch)
+            yield encode(batch)
         elif await pulse.wait(heartbeat_s):
             await asyncio.sleep(interval_s)  # a put of many blocks becomes one batch
         elif log.seq == at:
-            yield encode_line(batch)
+            yield encode(batch)

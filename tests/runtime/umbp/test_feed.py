@@ -1,4 +1,6 @@
+from contextlib import aclosing
 from itertools import count
+from urllib.parse import parse_qsl
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,9 @@ from kimi_runtime.umbp.feed import (
     FollowState,
     decode_line,
     encode_line,
+    feed_path,
 )
+from kimi_runtime.umbp.serve_feed import Pulse, feed_lines, follow_from
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 SUBSETS = st.lists(st.sampled_from(KEYS), max_size=4)
@@ -334,19 +338,56 @@ def test_a_clear_forgets_everything_at_once():
     assert (follower.state, follower.keys, len(log)) == (EXACT, set(), 0)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        FeedHello(owner="w", epoch=1, seq=2, tier="dram", block_tokens=0),
-        FeedSnapshotPage(epoch=1, seq=2, page=0, last=True, keys=(KEYS[1].hex(),)),
-        FeedBatch(epoch=1, first_seq=1, events=(FeedEvent(op="clear"),)),
-    ],
-)
-def test_a_line_survives_its_encoding(line):
-    encoded = encode_line(line)
+LINES = [
+    FeedHello(owner="w", epoch=1, seq=2, tier="dram", block_tokens=0),
+    FeedSnapshotPage(epoch=1, seq=2, page=0, last=True, keys=(KEYS[1].hex(),)),
+    FeedBatch(epoch=1, first_seq=1, events=(FeedEvent(op="clear"),)),
+]
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_survives_its_encoding(line, summed):
+    encoded = encode_line(line, summed=summed)
     assert encoded.endswith(b"\n")
     assert encoded.count(b"\n") == 1
     assert decode_line(encoded) == line
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_no_bit_of_a_line_can_be_wrong_unnoticed_nor_its_end_be_lost(line):
+    encoded = encode_line(line, summed=True)[:-1]
+    for bit in range(8 * len(encoded)):
+        wrong = bytearray(encoded)
+        wrong[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError, match="feed line does not parse"):
+            decode_line(bytes(wrong))
+    for end in range(len(encoded)):
+        with pytest.raises(ProtocolError, match="feed line does not parse"):
+            decode_line(encoded[:end])
+
+
+async def first_line(query):
+    pulse, log = Pulse(), log_of(*KEYS[:2])
+    lines = feed_lines(log, pulse, follow_from(query), interval_s=0.0)
+    async with aclosing(lines):
+        return await anext(lines)
+
+
+async def test_who_asks_for_no_checksums_gets_lines_as_earlier_versions_wrote_them():
+    told = b'{"kind":"hello","owner":"%b","epoch":%d,"seq":2,"tier":"%b","block_tokens":%d}\n'
+    log = log_of(*KEYS[:2])
+    told %= log.owner.encode(), log.epoch, log.tier.encode(), log.block_tokens
+    assert await first_line({}) == await first_line({"sum": "crc"}) == told
+    assert decode_line(told) == log.hello()
+
+
+async def test_who_asks_for_checksums_gets_them():
+    path = feed_path(None, 0)
+    query = dict(parse_qsl(path.partition("?")[2]))
+    line = await first_line(query)
+    assert line[17:] == await first_line({})
+    assert decode_line(line) == log_of(*KEYS[:2]).hello()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from kimi_runtime.spec.peers import (
     OfferRequest,
 )
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage
-from kimi_runtime.umbp.feed import decode_line
+from kimi_runtime.umbp.feed import decode_line, feed_path
 from kimi_runtime.umbp.remote.messages import (
     give_back_message,
     lend_answer,
@@ -92,9 +92,8 @@ class OwnerCalls:
         self, epoch: int | None, after: int
     ) -> AsyncGenerator[FeedHello | FeedSnapshotPage | FeedBatch, None]:
         """`GET /feed`: lines until the owner ends the stream."""
-        query = f"?after={after}" + ("" if epoch is None else f"&epoch={epoch}")
         limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=FEED_SILENCE_S)
-        async with self._call("GET", f"/feed{query}", b"", limits) as response:
+        async with self._call("GET", feed_path(epoch, after), b"", limits) as response:
             port = response.headers.get(PORT_HEADER, "")
             if port.isdecimal():
                 self._port = int(port)

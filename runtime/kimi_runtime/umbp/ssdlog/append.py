@@ -13,7 +13,7 @@ from kimi_runtime.umbp.ssdlog.disk import Stop, Stopped
 from kimi_runtime.umbp.ssdlog.format import Head, Kind
 from kimi_runtime.umbp.ssdlog.health import Refusal
 from kimi_runtime.umbp.ssdlog.segments import Entry, Segment
-from kimi_runtime.umbp.ssdlog.volume import Corrupt, Volume, each
+from kimi_runtime.umbp.ssdlog.volume import Corrupt, Volume
 
 MAX_GROUPS = 1024
 
@@ -149,7 +149,7 @@ class Appender:
             return None
         for job, failure in zip(
             new,
-            each(volume.threads.writes, lambda job: self._write_one(job, stop), new),
+            volume.threads.writes.each(lambda job: self._write_one(job, stop), new),
             strict=True,
         ):
             job.failure = failure

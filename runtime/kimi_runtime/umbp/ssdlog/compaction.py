@@ -14,7 +14,7 @@ from kimi_runtime.umbp.ssdlog.format import Grave
 from kimi_runtime.umbp.ssdlog.health import Refusal
 from kimi_runtime.umbp.ssdlog.segments import Entry, Segment
 from kimi_runtime.umbp.ssdlog.tail import Tail
-from kimi_runtime.umbp.ssdlog.volume import Corrupt, Volume, each
+from kimi_runtime.umbp.ssdlog.volume import Corrupt, Volume
 
 _TOMBSTONES_BYTES = 64 << 10
 _MANY_PENDING = 1024
@@ -137,7 +137,7 @@ class Space:
         for start in range(0, len(entries), _BATCH):
             placed = [(old, self._place(old, copies)) for old in entries[start : start + _BATCH]]
             copies.made += placed  # before they are: what is placed may be on disk from here on
-            outcomes = each(volume.threads.writes, lambda pair: self._copy(*pair, stop), placed)
+            outcomes = volume.threads.writes.each(lambda pair: self._copy(*pair, stop), placed)
             for pair, bad in zip(placed, outcomes, strict=True):
                 if bad is not None:
                     copies.made.remove(pair)

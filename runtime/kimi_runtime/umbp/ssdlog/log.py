@@ -20,7 +20,7 @@ from kimi_runtime.umbp.ssdlog.health import Access, Refusal
 from kimi_runtime.umbp.ssdlog.recovery import Recovered, open_volume
 from kimi_runtime.umbp.ssdlog.segments import Entry
 from kimi_runtime.umbp.ssdlog.tail import Tail
-from kimi_runtime.umbp.ssdlog.volume import Corrupt, Volume, each
+from kimi_runtime.umbp.ssdlog.volume import Corrupt, Volume
 
 
 class Got(NamedTuple):
@@ -163,8 +163,7 @@ class SsdLog:
             self._reading += 1
         fitting = _fitting(entries, targets)
         try:
-            outcomes = each(
-                volume.threads.reads,
+            outcomes = volume.threads.reads.each(
                 lambda pair: self._read_one(*pair, stop),
                 zip(fitting, targets, strict=False),
             )

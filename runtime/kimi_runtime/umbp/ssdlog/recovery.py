@@ -42,11 +42,9 @@ def open_volume(spec: SsdSpec, disk: Disk, *, new_id: bytes) -> tuple[Volume, Re
         for number in disk.numbers():
             files[number] = disk.open(number)
         log = _identity(spec, disk, files, new_id)
-        scans = list(
-            threads.reads.map(
-                lambda n: scan_segment(files[n], log, n, verify_all=spec.verify_at_start == "all"),
-                files,
-            )
+        scans = threads.reads.each(
+            lambda n: scan_segment(files[n], log, n, verify_all=spec.verify_at_start == "all"),
+            files,
         )
         volume = _volume(spec, disk, log, files, threads)
         _fill(volume.ledger, scans, log.align)

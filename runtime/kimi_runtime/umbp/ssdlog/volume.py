@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,30 +22,50 @@ class Corrupt(Exception):
     """A record is not what was written."""
 
 
+class Workers:
+    """Threads that share out the items of one call after another."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """`work` of every item, several at a time; all have ended when this returns or raises.
+
+        A thread takes the next item itself: handing over each one costs more than a small write.
+        """
+        items = list(items)
+        if len(items) < 2:
+            return [work(item) for item in items]
+        results: dict[int, Result] = {}
+        left = iter(enumerate(items))
+
+        def take() -> None:
+            for number, item in left:  # one step of this iterator is atomic
+                results[number] = work(item)
+
+        futures = [self._pool.submit(take) for _ in range(min(self._count, len(items)))]
+        wait(futures)  # memory that a forgotten thread writes to is in use
+        for future in futures:
+            future.result()
+        return [results[number] for number in range(len(items))]
+
+    def close(self) -> None:
+        """Return once all have ended."""
+        self._pool.shutdown()
+
+
 class Threads:
     """Where I/O runs. Reads have their own, so that none waits behind a batch of writes."""
 
     def __init__(self, each: int) -> None:
-        self.reads = ThreadPoolExecutor(each, thread_name_prefix="ssdlog-read")
-        self.writes = ThreadPoolExecutor(each, thread_name_prefix="ssdlog-write")
+        self.reads = Workers(each, "ssdlog-read")
+        self.writes = Workers(each, "ssdlog-write")
 
     def close(self) -> None:
         """Return once all have ended."""
-        self.reads.shutdown()
-        self.writes.shutdown()
-
-
-def each(
-    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
-) -> list[Result]:
-    """`work` of every item, several at a time; all have ended when this returns or raises."""
-    items = list(items)
-    if len(items) < 2:
-        return [work(item) for item in items]
-    futures = [pool.submit(work, item) for item in items]
-    for future in futures:
-        future.exception()  # waits: memory that a forgotten thread writes to is in use
-    return [future.result() for future in futures]
+        self.reads.close()
+        self.writes.close()
 
 
 @dataclass(slots=True, eq=False)
