@@ -173,11 +173,13 @@ class KeyTable:
         """Of the numbers that were met: the new one, and whether its set is another."""
         for name in names:
             slot = slots.place(name)
-            number = slots.number(slot) if slot >= 0 else self._take_old(name)
-            if slot < 0:
-                if not held and number is None:
+            if slot >= 0:
+                number = slots.number(slot)
+            else:
+                old = self._take_old(name)
+                if old is None and not held:
                     continue
-                slot, number = slots.insert_one(name, slot), number or 0
+                slot, number = slots.insert_one(name, slot), old or 0
             known = becomes.get(number)
             if known is None:
                 before = self._masks[number] & ~self._retired
