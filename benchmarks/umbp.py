@@ -4,9 +4,10 @@
 
 The daemon runs in a process of its own, as it does in production; the arena should be on tmpfs.
 Every figure is the best of the rounds, and every ratio is to a copy of the same bytes, in the same
-pieces, from or to memory that is as far from the processor's cache: a put goes where nothing was
-lately, a get is from where it was the round before. "no tags" is the same path with a leaf function
-that costs nothing.
+pieces, from or to memory of the same kind (a mapped file of the arena's folder, every page of it
+mapped: what the page table costs depends on it) that is as far from the processor's cache: a put
+goes where nothing was lately, a get is from where it was the round before. "no tags" is the same
+path without leaves: the cost of hashing them, and of hashing their digests, is not in it.
 """
 
 import argparse
@@ -24,9 +25,10 @@ from pathlib import Path
 
 from kimi_connect.client import ArenaClient
 from kimi_connect.copying import copy_bytes
-from kimi_connect.tags import LEAF_DIGEST_BYTES, Leaves, leaf_count
+from kimi_connect.tags import Leaves
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.transfer.memory import shared_memory
 from kimi_runtime.umbp import tags
 from kimi_runtime.units import format_bytes
 
@@ -47,7 +49,7 @@ asyncio.run(serve(UmbpSpec.model_validate_json(sys.argv[1])))
 
 def no_leaves(view: memoryview) -> bytes:
     """A leaf function that costs nothing and finds nothing."""
-    return bytes(LEAF_DIGEST_BYTES * leaf_count(view.nbytes))
+    return b""
 
 
 def listens(path: Path) -> bool:
@@ -123,7 +125,9 @@ def clients_of(folder: Path, leaves: Sequence[Leaves]) -> Iterator[list[ArenaCli
 def transfers(folder: Path, rounds: int) -> list[tuple[str, ...]]:
     """Rows of put and get by size and batch; each size has a pool of its own, as a model has."""
     rows = []
-    far = memoryview(bytearray(os.urandom(1 << 20)) * (2 * max(SIZES) * max(BATCHES) >> 20))
+    far = shared_memory(folder / "far", 2 * max(SIZES) * max(BATCHES)).view
+    for at in range(0, far.nbytes, PIECE):
+        far[at : at + PIECE] = os.urandom(PIECE)
     for size in SIZES:
         source = [memoryview(os.urandom(size)) for _ in range(max(BATCHES))]
         target = [memoryview(bytearray(size)) for _ in range(max(BATCHES))]

@@ -42,16 +42,9 @@ def copy_out(
     Checking the copy, not the arena, leaves no moment at which the bytes could still change.
     """
     for position, (key, block, target) in enumerate(zip(keys, pinned, into, strict=False)):
-        target = flat(target)
-        sizes = [group.size for group in block.tags]
-        if block.size != target.nbytes or sum(sizes) != block.size:
-            return CopiedOut(position, position)
-        parts = list(arena.parts(block.extents, block.size))
-        tags = _copied(key, sizes, [target], parts, leaves, stop, checked=target)
-        if tags is None:
-            return CopiedOut(position)
-        if tags != tuple(group.tag for group in block.tags):
-            return CopiedOut(position, position)
+        matches = _copied_out(arena, key, block, target, leaves, stop)
+        if not matches:
+            return CopiedOut(position, None if matches is None else position)
     return CopiedOut(min(len(pinned), len(into)))
 
 
@@ -73,10 +66,10 @@ def copy_local(
         if entry is None:
             return position
         try:
-            copied = copy_out(arena, [key], [entry.block], [target], leaves, stop)
+            matches = _copied_out(arena, key, entry.block, target, leaves, stop)
         except ValueError:  # pages outside the arena: no entry of ours
             return position
-        if not copied.good or not arena.directory.unchanged(entry):
+        if not matches or not arena.directory.unchanged(entry):
             return position
     return min(len(keys), len(into))
 
@@ -133,6 +126,24 @@ def whole(parts: Sequence[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
+def _copied_out(
+    arena: Arena,
+    key: bytes,
+    block: PinnedBlock,
+    target: memoryview,
+    leaves: Leaves,
+    stop: Stop,
+) -> "bool | None":
+    """Whether a copy of the block matches its tags; None if it was stopped."""
+    target = flat(target)
+    sizes = [size for size, _ in block.tags]
+    if block.size != target.nbytes or sum(sizes) != block.size:
+        return False
+    parts = list(arena.parts(block.extents, block.size))
+    tags = _copied(key, sizes, [target], parts, leaves, stop, checked=target)
+    return None if tags is None else tags == tuple(tag for _, tag in block.tags)
+
+
 def _copied(
     key: bytes,
     groups: Sequence[int],
@@ -147,26 +158,34 @@ def _copied(
 
     A piece is tagged right after it was copied, while it is in the processor's cache.
     """
-    spans = _spans(into, source)
-    tags, start, first_span = [], 0, 0
+    whole = len(into) == len(source) == 1
+    spans = [] if whole else _spans(into, source)
+    tags, start = [], 0
     for group, size in enumerate(groups):
         digests = []
         for at in range(start, start + size, PIECE_BYTES):
             if stop():
                 return None
             end = min(at + PIECE_BYTES, start + size)
-            while spans[first_span][0] + spans[first_span][1].nbytes <= at:
-                first_span += 1
-            for number in range(first_span, len(spans)):
-                first, target, piece = spans[number]
-                if first >= end:
-                    break
-                low, high = max(at, first) - first, min(end, first + piece.nbytes) - first
-                copy_bytes(target[low:high], piece[low:high])
+            if whole:
+                copy_bytes(into[0][at:end], source[0][at:end])
+            else:
+                _copy_stretch(spans, at, end)
             digests.append(leaves(checked[at:end]))
         tags.append(tag_of_leaves(key, group, size, b"".join(digests)))
         start += size
     return tuple(tags)
+
+
+def _copy_stretch(spans: "list[tuple[int, memoryview, memoryview]]", start: int, end: int) -> None:
+    """Copy the bytes from `start` to `end`, and forget the spans that lie before."""
+    while spans[0][0] + spans[0][1].nbytes <= start:
+        del spans[0]
+    for first, target, piece in spans:
+        if first >= end:
+            break
+        low, high = max(start, first) - first, min(end, first + piece.nbytes) - first
+        copy_bytes(target[low:high], piece[low:high])
 
 
 def _spans(

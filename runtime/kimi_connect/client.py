@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 from kimi_connect import payloads, wire
 from kimi_connect.batches import Batches
-from kimi_connect.blocks import check_store, flat, intact_run
+from kimi_connect.blocks import check_store, intact_run
 from kimi_connect.borrowing import Borrowed
 from kimi_connect.connection import ANSWER_S, Lost, Reconnecting, Stopper, now_s
 from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.placing import Placed, Written
+from kimi_connect.storing import Stored, Storing
 from kimi_connect.tags import Leaves, numpy_leaves
 from kimi_connect.wire import (
     Commitment,
@@ -58,6 +59,7 @@ class ArenaClient:
         self._batches = Batches(threads, self._group_bytes, self._leaves)
         self._lock = threading.Lock()
         self._daemon = Reconnecting(os.fspath(socket_path), call_key, name, connect_s)
+        self._storing = Storing(self._daemon, self._batches, self._group_bytes, self._leaves)
         self._served: list[bytes] = []
         self._served_s = 0.0
 
@@ -113,20 +115,19 @@ class ArenaClient:
     ) -> int:
         """Put blocks, evicting colder ones; how many leading ones the pool holds now."""
         check_store(keys, blocks, self._group_bytes)
-        ends_s, done, mine = now_s() + deadline_s, 0, 0
+        ends_s, done = now_s() + deadline_s, 0
+        part = Stored(0, 0, 0)
         with self._lock:
             while done < len(keys):
-                part = slice(done, done + KEYS_A_CALL)
+                some = slice(done, done + KEYS_A_CALL)
                 try:
-                    asked, kept, mine = self._store_part(
-                        keys[part], blocks[part], ends_s, tenant, priority
-                    )
+                    part = self._storing.part(keys[some], blocks[some], ends_s, tenant, priority)
                 except (Lost, TimeoutError):
                     break
-                done += kept
-                if kept < asked or not asked:
+                done += part.kept
+                if part.kept < part.asked or not part.asked:
                     break
-            if done > mine:  # what one commit made visible is in order already
+            if done > part.fresh:
                 self._touch(keys[:done])
         return done
 
@@ -309,46 +310,6 @@ class ArenaClient:
         if copied.good < len(blocks):
             return copied.good, Outcome.LATE
         return copied.good, wire.outcome_of(gap)
-
-    def _store_part(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        ends_s: float,
-        tenant: str,
-        priority: Priority,
-    ) -> "tuple[int, int, int]":
-        """How many keys were asked for, how many leading ones are kept, how many were put now."""
-        views = [flat(block) for block in blocks]
-        items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
-        asked = payloads.pack_reserve(items, tenant, priority)
-        payload = self._daemon.call(Op.RESERVE, asked, Op.RESERVED, ends_s)
-        grants = payloads.unpack_reserved(payload)
-        mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
-        try:
-            written = self._batches.copy_in(
-                self._daemon.live_arena(),
-                [keys[n] for n in mine],
-                [grants[n] for n in mine],
-                [views[n] for n in mine],
-                ends_s,
-            )
-        except BaseException:
-            self._daemon.drop()  # the daemon frees what was reserved when we are back
-            raise
-        answer_s = max(ends_s, now_s() + ANSWER_S)
-        payload = self._daemon.call(
-            Op.COMMIT, payloads.pack_commit(written), Op.COMMITTED, answer_s
-        )
-        states = payloads.unpack_committed(payload)
-        unwritten = [grants[n].generation for n in mine[len(written) :]]
-        if unwritten:
-            self._daemon.number(Op.ABORT, payloads.pack_generations(unwritten), answer_s)
-        kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
-        fresh = {n for n, s in zip(mine, states, strict=False) if s is not Commitment.EXPIRED}
-        kept |= fresh
-        run = next((n for n in range(len(grants)) if n not in kept), len(grants))
-        return len(grants), run, len(fresh)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Keep the head of a chain warmer than what hangs on it."""

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
+from kimi_connect.frames import Frame, FrameDecoder, pack_frame
 from kimi_connect.wire import Op
 
 BACKOFF_S = (0.05, 2.0)
@@ -36,7 +37,7 @@ class Connection:
         writing: Collection[int],
         ends_s: float,
     ) -> None:
-        self._decoder = wire.FrameDecoder()
+        self._decoder = FrameDecoder()
         self._number = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -58,10 +59,10 @@ class Connection:
         """The payload of the answer to a request."""
         self._number += 1
         self._send(op, self._number, payload, ends_s)
-        frame = self._receive(ends_s)
-        if frame.op is not answer or frame.request != self._number:
-            raise wire.WireError(f"{answer.name} was to come, not {frame.op.name}")
-        return frame.payload
+        came = self._receive(ends_s)
+        if came.op is not answer or came.request != self._number:
+            raise wire.WireError(f"{answer.name} was to come, not {came.op.name}")
+        return came.payload
 
     def close(self) -> None:
         """End the connection; what it held ends with it."""
@@ -82,10 +83,10 @@ class Connection:
         proof = wire.client_proof(call_key, challenge.payload, nonce, instance, name)
         hello = wire.Hello(nonce, instance, name, tuple(writing), proof)
         self._send(Op.HELLO, 0, wire.pack_hello(hello), ends_s)
-        frame = self._receive(ends_s)
-        if frame.op is not Op.WELCOME:
-            raise wire.WireError(f"the daemon refused us ({frame.op.name})")
-        welcome = wire.unpack_welcome(frame.payload)
+        came = self._receive(ends_s)
+        if came.op is not Op.WELCOME:
+            raise wire.WireError(f"the daemon refused us ({came.op.name})")
+        welcome = wire.unpack_welcome(came.payload)
         expected = wire.server_proof(call_key, challenge.payload, nonce)
         if not hmac.compare_digest(expected, welcome.proof):
             raise wire.WireError("who listens on the socket does not hold our call key")
@@ -93,20 +94,20 @@ class Connection:
 
     def _send(self, op: Op, request: int, payload: bytes, ends_s: float) -> None:
         self._wait_until(ends_s)
-        self._socket.sendall(wire.frame(op, request, payload))
+        self._socket.sendall(pack_frame(op, request, payload))
 
-    def _receive(self, ends_s: float) -> wire.Frame:
+    def _receive(self, ends_s: float) -> Frame:
         while True:
-            frame = self._decoder.next()
-            if frame is not None:
-                if frame.op in (Op.REFUSED, Op.ERROR):
-                    raise wire.WireError(f"the daemon refused: {wire.unpack_text(frame.payload)}")
-                return frame
+            came = self._decoder.next()
+            if came is not None:
+                if came.op in (Op.REFUSED, Op.ERROR):
+                    raise wire.WireError(f"the daemon refused: {wire.unpack_text(came.payload)}")
+                return came
             self._wait_until(ends_s)
-            data = self._socket.recv(1 << 18)
-            if not data:
+            count = self._socket.recv_into(self._decoder.room())
+            if not count:
                 raise Lost("the pool daemon closed the connection")
-            self._decoder.feed(data)
+            self._decoder.received(count)
 
     def _wait_until(self, ends_s: float) -> None:
         left_s = ends_s - now_s()

@@ -30,7 +30,7 @@ class Copiers:
 
         Returns when every thread has ended, and raises what the first that failed has raised.
         """
-        runs = self._runs(sizes)
+        runs = self._runs(sizes) if self._pool is not None else [slice(0, len(sizes))]
         if self._pool is None or len(runs) < 2:
             return [(run, work(run)) for run in runs]
         others = [self._pool.submit(work, run) for run in runs[1:]]

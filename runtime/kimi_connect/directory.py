@@ -87,7 +87,8 @@ class Directory:
             found = window.find(key, found + 1)
         if found < 0:
             return None
-        entry = self.read(start + found - _KEY_AT)
+        found -= _KEY_AT
+        entry = self._entry(start + found, window[found : found + CELL_BYTES])
         return entry if entry is not None and (entry.kind, entry.key) == (BLOCK, key) else None
 
     def unchanged(self, entry: Entry) -> bool:
@@ -97,7 +98,10 @@ class Directory:
 
     def read(self, at: int) -> "Entry | None":
         """The head at byte `at`; None if it is none, torn, being written or makes no sense."""
-        cell = bytes(self._view[at : at + CELL_BYTES])
+        return self._entry(at, bytes(self._view[at : at + CELL_BYTES]))
+
+    def _entry(self, at: int, cell: bytes) -> "Entry | None":
+        """What the head's cell, read before anything else, says together with its spares."""
         seq, kind, priority, tags, tenant, extents, generation, size, more, key = HEAD.unpack_from(
             cell
         )

@@ -119,7 +119,7 @@ def unpack_quoted(payload: bytes) -> "list[Stretch]":
         blocks, source, seconds = _STRETCH.unpack(cursor.take(_STRETCH.size))
         if not seconds >= 0:
             raise WireError("a stretch takes no negative time")
-        stretches.append(Stretch(blocks, _member(Source, source), seconds))
+        stretches.append(Stretch(blocks, member(Source, source), seconds))
     cursor.end()
     return stretches
 
@@ -145,7 +145,7 @@ def unpack_reserve(payload: bytes) -> "tuple[list[tuple[bytes, int]], str, Prior
             raise WireError("a block has at least one byte")
         items.append((key, size))
     cursor.end()
-    return items, tenant, _member(Priority, priority)
+    return items, tenant, member(Priority, priority)
 
 
 class HintFields(NamedTuple):
@@ -178,7 +178,7 @@ def unpack_hint(payload: bytes) -> HintFields:
     keys = [cursor.take(KEY_BYTES) for _ in range(cursor.count(KEY_BYTES))]
     cursor.end()
     expected_s = None if expected_ms == _NO_MS else expected_ms / 1e3
-    return HintFields(session, _member(HintKind, kind), keys, expected_s, child, tenant)
+    return HintFields(session, member(HintKind, kind), keys, expected_s, child, tenant)
 
 
 def pack_reserved(grants: "list[Granted]") -> bytes:
@@ -196,7 +196,7 @@ def unpack_reserved(payload: bytes) -> "list[Granted]":
     grants = []
     for _ in range(cursor.count(_GRANT.size)):
         grant, generation, count = cursor.unpack(_GRANT)
-        grants.append(Granted(_member(Grant, grant), generation, _extents(cursor, count)))
+        grants.append(Granted(member(Grant, grant), generation, _extents(cursor, count)))
     cursor.end()
     return grants
 
@@ -206,7 +206,7 @@ def pack_commit(blocks: "list[tuple[int, tuple[GroupTag, ...]]]") -> bytes:
     parts = [U32.pack(len(blocks))]
     for generation, tags in blocks:
         parts.append(U64.pack(generation) + U8.pack(len(tags)))
-        parts.extend(_TAG.pack(*tag) for tag in tags)
+        parts.append(pack_tags(tags))
     return b"".join(parts)
 
 
@@ -216,7 +216,7 @@ def unpack_commit(payload: bytes) -> "list[tuple[int, tuple[GroupTag, ...]]]":
     blocks = []
     for _ in range(cursor.count(9)):
         (generation,), (count,) = cursor.unpack(U64), cursor.unpack(U8)
-        blocks.append((generation, _tags(cursor, count)))
+        blocks.append((generation, take_tags(cursor, count)))
     cursor.end()
     return blocks
 
@@ -228,7 +228,7 @@ def pack_committed(states: "list[Commitment]") -> bytes:
 
 def unpack_committed(payload: bytes) -> "list[Commitment]":
     """COMMITTED's payload."""
-    return [_member(Commitment, state) for state in payload]
+    return [member(Commitment, state) for state in payload]
 
 
 def pack_generations(generations: "tuple[int, ...] | list[int]") -> bytes:
@@ -250,7 +250,7 @@ def pack_pinned(pin: int, gap: Gap, blocks: "list[PinnedBlock]") -> bytes:
     for block in blocks:
         head = _PINNED.pack(block.generation, block.size, len(block.tags), len(block.extents))
         parts.append(head)
-        parts.extend(_TAG.pack(*tag) for tag in block.tags)
+        parts.append(pack_tags(block.tags))
         parts.extend(_EXTENT.pack(*extent) for extent in block.extents)
     return b"".join(parts)
 
@@ -262,10 +262,10 @@ def unpack_pinned(payload: bytes) -> "tuple[int, Gap, list[PinnedBlock]]":
     blocks = []
     for _ in range(cursor.count(_PINNED.size)):
         generation, size, tag_count, extent_count = cursor.unpack(_PINNED)
-        tags = _tags(cursor, tag_count)
+        tags = take_tags(cursor, tag_count)
         blocks.append(PinnedBlock(generation, size, tags, _extents(cursor, extent_count)))
     cursor.end()
-    return pin, _member(Gap, gap), blocks
+    return pin, member(Gap, gap), blocks
 
 
 def pack_unpin(pin: int, good: int, *, corrupt: bool) -> bytes:
@@ -310,7 +310,13 @@ def unpack_report(payload: bytes) -> "tuple[int, int]":
     return unavailable, late
 
 
-def _tags(cursor: Cursor, count: int) -> "tuple[GroupTag, ...]":
+def pack_tags(tags: "tuple[GroupTag, ...]") -> bytes:
+    """Tags one after another; how many is said elsewhere."""
+    return b"".join(_TAG.pack(*tag) for tag in tags)
+
+
+def take_tags(cursor: Cursor, count: int) -> "tuple[GroupTag, ...]":
+    """So many tags."""
     return tuple(GroupTag(*_TAG.unpack(cursor.take(_TAG.size))) for _ in range(count))
 
 
@@ -318,7 +324,8 @@ def _extents(cursor: Cursor, count: int) -> "tuple[Extent, ...]":
     return tuple(Extent(*cursor.unpack(_EXTENT)) for _ in range(count))
 
 
-def _member(kind: "type[_Kind]", value: int) -> _Kind:
+def member(kind: "type[_Kind]", value: int) -> _Kind:
+    """The member of an enumeration; WireError if there is none with this number."""
     try:
         return kind(value)
     except ValueError as exc:

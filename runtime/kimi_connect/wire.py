@@ -1,9 +1,9 @@
-"""What a pool daemon and its clients say to each other over the node's Unix socket.
+"""What a pool daemon and its clients say to each other over the node's Unix socket, in `frames`.
 
-A frame is `<length u32> <op u8> <request u64>` and `length` bytes of payload, little-endian. Every
-request has one answer with its number. A connection starts with a mutual challenge: CHALLENGE from
-the daemon, HELLO with a proof from the client, WELCOME with a proof from the daemon (or REFUSED).
-Bytes of KV never pass here: both sides map the arena file.
+Every request has one answer with its number. A connection starts with a mutual challenge: CHALLENGE
+from the daemon, HELLO with a proof from the client, WELCOME with a proof from the daemon (or
+REFUSED). Bytes of KV do not pass here, since both sides map the arena file; only the few of a small
+PUT do, which cost less than a second call.
 """
 
 import hashlib
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-VERSION = 4
-MAX_PAYLOAD = 8 << 20
+VERSION = 5
 KEY_BYTES = 16
 TAG_BYTES = 16
 SESSION_BYTES = 16
@@ -22,7 +21,6 @@ NONCE_BYTES = 32
 MAX_KEYS = 1024
 """Keys a client puts into one request. The daemon may answer for fewer: ask again for the rest."""
 
-_HEADER = struct.Struct("<IBQ")
 U8, U16, U32, U64 = (struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
 
 
@@ -57,6 +55,7 @@ class Op(IntEnum):
     QUOTE = 27
     QUOTED = 28
     DEEPEST = 29
+    PUT = 30
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)
@@ -219,49 +218,6 @@ def server_proof(call_key: bytes, server_nonce: bytes, nonce: bytes) -> bytes:
     return hmac.new(call_key, b"umbp daemon" + nonce + server_nonce, hashlib.sha256).digest()
 
 
-def frame(op: Op, request: int, payload: bytes = b"") -> bytes:
-    """One frame."""
-    if len(payload) > MAX_PAYLOAD:
-        raise WireError(f"a payload of {len(payload)} bytes passes the limit of {MAX_PAYLOAD}")
-    return _HEADER.pack(len(payload), op, request) + payload
-
-
-class Frame(NamedTuple):
-    """One frame as received."""
-
-    op: Op
-    request: int
-    payload: bytes
-
-
-class FrameDecoder:
-    """Cuts a byte stream into frames. Nothing is lost if its reader is cancelled."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Take received bytes in."""
-        self._buffer += data
-
-    def next(self) -> "Frame | None":
-        """The next whole frame; None: more bytes are needed. WireError ends the connection."""
-        if len(self._buffer) < _HEADER.size:
-            return None
-        length, op, request = _HEADER.unpack_from(self._buffer)
-        if length > MAX_PAYLOAD:
-            raise WireError(f"a frame announces {length} bytes; at most {MAX_PAYLOAD} are allowed")
-        end = _HEADER.size + length
-        if len(self._buffer) < end:
-            return None
-        payload = bytes(self._buffer[_HEADER.size : end])
-        del self._buffer[:end]
-        try:
-            return Frame(Op(op), request, payload)
-        except ValueError as exc:
-            raise WireError(f"there is no frame of kind {op}") from exc
-
-
 class Cursor:
     """Reads a payload from its start; WireError past its end."""
 
@@ -279,6 +235,13 @@ class Cursor:
             raise WireError(f"a payload of {len(self._payload)} bytes ends too early")
         self._at += size
         return data
+
+    def view(self, size: int) -> memoryview:
+        """As `take`, without a copy."""
+        at, self._at = self._at, self._at + size
+        if self._at > len(self._payload):
+            raise WireError(f"a payload of {len(self._payload)} bytes ends too early")
+        return memoryview(self._payload)[at : self._at]
 
     def count(self, item_bytes: int) -> int:
         """A u32 count of items that are at least `item_bytes` each, so that it can't lie."""

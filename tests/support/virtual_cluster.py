@@ -16,19 +16,21 @@ from typing import Any
 
 import grpc
 
+from kimi_connect import small_puts
 from kimi_runtime import clock
 from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.transfer import batches
 from kimi_runtime.umbp import client as engine_client
-from kimi_runtime.umbp import clients
+from kimi_runtime.umbp import connection
+from kimi_runtime.umbp import storing as engine_storing
 from kimi_runtime.umbp.feed import FollowState
 from kimi_runtime.umbp.remote import owners, service
 from kimi_runtime.umbp.state import Phase
 from mishaps import Upset, none
 from pool_daemon import pool_spec
 from virtual_network import Network
-from virtual_processes import POISON, Engine, Node
+from virtual_processes import BLOCK, POISON, Engine, Node
 from virtual_streams import open_process
 from virtual_time import Clock, VirtualLoop
 
@@ -54,12 +56,14 @@ def simulated(network: Network, seed: int) -> Iterator[None]:
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
             (secrets, "randbits", dice.getrandbits),
             (grpc.aio, "insecure_channel", network.channel),
-            (clients, "open_peer_process", open_process),
+            (connection, "open_peer_process", open_process),
             (service, "open_transport", network.transport),
             (service, "open_http", no_http),
             (owners, "OwnerCalls", network.calls),
             (engine_client, "INLINE_BYTES", -1),  # every copy is a step
+            (engine_storing, "INLINE_BYTES", -1),
             (batches, "INLINE_BYTES", -1),
+            (small_puts, "SMALL_PUT_BYTES", 3 * BLOCK),  # some of what is put is as small, some not
         ):
             changed.callback(setattr, where, name, getattr(where, name))
             setattr(where, name, stand_in)

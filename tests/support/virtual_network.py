@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kimi_connect import wire
+from kimi_connect.frames import FrameDecoder
 from kimi_runtime.errors import KimistackError, PeerGone, TransferLate
 from kimi_runtime.transfer.chaos import ChaosTransport, Fault
 from kimi_runtime.transfer.loopback import Fabric, LoopbackTransport
@@ -98,8 +98,10 @@ class Network:
         return Stream.pair(self._loop, self._frame, factory, server)
 
     def _frame(self, data: bytes) -> Mishap | None:
-        decoder = wire.FrameDecoder()
-        decoder.feed(data)
+        decoder = FrameDecoder()
+        start = data[: decoder.room().nbytes]
+        decoder.room()[: len(start)] = start
+        decoder.received(len(start))
         frame = decoder.next()
         return self.step(Kind.SOCKET, frame.op.name if frame else "part of a frame")
 

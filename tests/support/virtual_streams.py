@@ -77,7 +77,12 @@ class Stream(asyncio.Transport):
 
     def _received(self, data: bytes) -> None:
         if not self._closed and self.process.alive:
-            self.protocol.data_received(data)
+            while data and not self._closed:
+                room = self.protocol.get_buffer(len(data))
+                count = min(len(data), room.nbytes)
+                room[:count] = data[:count]
+                data = data[count:]
+                self.protocol.buffer_updated(count)
 
     def _ended(self) -> None:
         if not self._closed:

@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from kimi_runtime import clock
+from kimi_runtime.transfer.workers import Workers
 
 Result = TypeVar("Result")
 
 INLINE_BYTES = 64 << 10
 """Copies up to this size cost less than handing them to a thread."""
+
+
+_WORKERS = Workers(32, "copies")
 
 
 def cores_for_copies() -> int:
@@ -76,11 +80,11 @@ async def in_thread(
     """Run `work(stop)` in a thread until `ends_s` (of `clock.now_s`), then ask it to stop.
 
     Returns its result and whether it was stopped by the deadline (its result then says how far it
-    came). `poke` is awaited every `every_s` meanwhile. The thread, one of `executor` or of the
-    loop's own, has ended when this returns or raises.
+    came). `poke` is awaited every `every_s` meanwhile. The thread, one of `executor` or of those
+    that all share, has ended when this returns or raises.
     """
     stop = stop or Stop()
-    future = asyncio.get_running_loop().run_in_executor(executor, work, stop)
+    future = asyncio.get_running_loop().run_in_executor(executor or _WORKERS, work, stop)
     late = False
     try:
         while not future.done():

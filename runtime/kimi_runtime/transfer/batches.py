@@ -110,18 +110,18 @@ class Batches:
             for plan in plans:
                 _copy(plan, target, source, writes, stop)
             return False
+
+        async def part(plan: Sequence[Span]) -> bool:
+            _, late = await in_thread(
+                lambda stop: _copy(plan, target, source, writes, stop), ends_s=ends_s, stop=stop
+            )
+            return late
+
+        if len(plans) == 1:
+            return await part(plans[0])
         async with asyncio.TaskGroup() as streams:
-            running = [
-                streams.create_task(
-                    in_thread(
-                        lambda stop, plan=plan: _copy(plan, target, source, writes, stop),  # type: ignore[misc]
-                        ends_s=ends_s,
-                        stop=stop,
-                    )
-                )
-                for plan in plans
-            ]
-        return any(task.result()[1] for task in running)
+            running = [streams.create_task(part(plan)) for plan in plans]
+        return any(task.result() for task in running)
 
     def _count(self, done: bool, size: int, writes: bool, seconds: float) -> None:
         c = self.counters

@@ -9,7 +9,6 @@ reset: nothing is written from then on, and the owner forgets it.
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kimi_connect.blocks import flat
 from kimi_runtime import clock
@@ -25,6 +24,7 @@ from kimi_runtime.transfer.plan import spread
 from kimi_runtime.transfer.serving import Server
 from kimi_runtime.transfer.tcp_owner import Owner
 from kimi_runtime.transfer.tcp_stream import Moving, Stream, drive
+from kimi_runtime.transfer.workers import Workers
 
 _READER_THREADS = 64
 
@@ -37,7 +37,7 @@ class TcpTransport:
     def __init__(self, peer: str, settings: NetworkSettings) -> None:
         self._settings = settings
         self._exports = Exports(self.name, peer)
-        self._threads = ThreadPoolExecutor(_READER_THREADS, f"{peer}-tcp-reader")
+        self._threads = Workers(_READER_THREADS, f"{peer}-tcp-reader")
         self._server: Server | None = None
         self._address = ""
         self._sessions: list[TcpSession] = []
@@ -87,9 +87,7 @@ class TcpTransport:
 class TcpSession:
     """Streams to one region of a peer."""
 
-    def __init__(
-        self, remote: RegionRef, settings: NetworkSettings, threads: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, remote: RegionRef, settings: NetworkSettings, threads: Workers) -> None:
         self._remote, self._threads = remote, threads
         self._batches = Batches(remote.peer)
         self._width = settings.streams

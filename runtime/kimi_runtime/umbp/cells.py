@@ -95,11 +95,17 @@ class CellJournal:
         self._keep([])
 
     def reserved(self, reservation: Reservation) -> bool:
-        """Note who may write where; False without cells for it."""
+        """Note who may write where; False without cells for it.
+
+        What the daemon itself writes to needs no note: nobody does once it has ended.
+        """
         generation = reservation.generation
         if generation >= self._mark:
             self._mark = generation + NUMBERS_AHEAD
             self._arena.number = self._mark
+        writer = _writer(reservation.writer)
+        if writer == self._own:
+            return True
         fields = _Fields(
             kind=RESERVATION,
             priority=reservation.priority,
@@ -108,7 +114,7 @@ class CellJournal:
             extents=reservation.extents,
             generation=generation,
             size=0,
-            key=_writer(reservation.writer),
+            key=writer,
         )
         body = _body(fields)
         if len(self._free_spares) < 1 + _more(body):
@@ -119,9 +125,10 @@ class CellJournal:
 
     def ended(self, generation: int) -> None:
         """Empty a reservation's cells."""
-        place = self._reservations.pop(generation)
-        self._empty(place.cell)
-        self._free_spares += [place.cell - self._cells.spare(0), *place.spares]
+        place = self._reservations.pop(generation, None)
+        if place is not None:
+            self._empty(place.cell)
+            self._free_spares += [place.cell - self._cells.spare(0), *place.spares]
 
     def published(self, block: Block) -> None:
         """List a block, if there is a slot and spares for it."""

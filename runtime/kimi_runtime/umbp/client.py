@@ -14,19 +14,15 @@ from kimi_connect import payloads, wire
 from kimi_connect.blocks import (
     CopiedOut,
     check_store,
-    copy_in,
     copy_local,
     copy_out,
-    flat,
     intact_run,
 )
+from kimi_connect.connection import ANSWER_S
 from kimi_connect.payloads import DEFAULT_TENANT
+from kimi_connect.storing import Stored
 from kimi_connect.wire import (
-    Commitment,
     Gap,
-    Grant,
-    Granted,
-    GroupTag,
     HintKind,
     Op,
     Outcome,
@@ -36,16 +32,14 @@ from kimi_connect.wire import (
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
 from kimi_runtime.umbp.lending import Lent
-from kimi_runtime.umbp.link import Link, LinkLost
+from kimi_runtime.umbp.link import Link, LinkLost, answered
 from kimi_runtime.umbp.relink import Relink
 from kimi_runtime.umbp.speed import MeasuredCost
+from kimi_runtime.umbp.storing import store_part
 from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tiers.dram import COST as DRAM_COST
 
 __all__ = ["LoadResult", "Outcome", "PoolClient", "open_pool"]
-
-ANSWER_S = 0.25
-"""Time given to end what was begun (unpin, commit) when the deadline is near or over."""
 
 KEYS_A_CALL = 256
 BOUNDARIES_A_CALL = 256
@@ -119,7 +113,7 @@ class PoolClient:
                 answer = await link.call(
                     Op.HELD, payloads.pack_keys(part), within_s=ends_s - clock.now_s()
                 )
-                count = payloads.unpack_number(_payload(answer, Op.COUNT))
+                count = payloads.unpack_number(answered(answer, Op.COUNT))
                 run += count
                 if count < len(part):
                     break
@@ -143,7 +137,7 @@ class PoolClient:
                 part = list(keys[run : run + wire.MAX_KEYS])
                 asked = payloads.pack_quote(part, block_bytes)
                 answer = await link.call(Op.QUOTE, asked, within_s=ends_s - clock.now_s())
-                quoted = payloads.unpack_quoted(_payload(answer, Op.QUOTED))
+                quoted = payloads.unpack_quoted(answered(answer, Op.QUOTED))
                 stretches += quoted
                 run += (count := sum(stretch.blocks for stretch in quoted))
                 if count < len(part):
@@ -166,7 +160,7 @@ class PoolClient:
                 part = list(boundaries[start : start + BOUNDARIES_A_CALL])
                 asked = payloads.pack_deepest(part, pieces)
                 answer = await link.call(Op.DEEPEST, asked, within_s=ends_s - clock.now_s())
-                found = payloads.unpack_number(_payload(answer, Op.COUNT))
+                found = payloads.unpack_number(answered(answer, Op.COUNT))
                 if found:
                     return start + min(found, len(part))
         except (LinkLost, TimeoutError, wire.WireError):
@@ -214,7 +208,7 @@ class PoolClient:
             within_s = ends_s - clock.now_s()
             asked = payloads.pack_pin(list(keys[:KEYS_A_CALL]), within_s, tenant)
             answer = await link.call(Op.PIN, asked, within_s=within_s)
-            pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
+            pin, gap, blocks = payloads.unpack_pinned(answered(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
             return Lent(None, 0, [], self._without(Outcome.UNAVAILABLE, len(keys)).outcome)
         except TimeoutError:
@@ -253,16 +247,17 @@ class PoolClient:
         check_store(keys, blocks, groups)
         ends_s = clock.now_s() + deadline_s
         done = 0
+        part = Stored(0, 0, 0)
         try:
             while done < len(keys):
-                part = slice(done, done + KEYS_A_CALL)
-                asked, kept = await self._store_part(
-                    keys[part], blocks[part], groups, ends_s, tenant, priority
-                )
-                done += kept
-                if kept < asked or not asked:
+                some = slice(done, done + KEYS_A_CALL)
+                which = (self._daemon, keys[some], blocks[some], groups, ends_s)
+                part = await store_part(*which, tenant=tenant, priority=priority)
+                done += part.kept
+                if part.kept < part.asked or not part.asked:
                     break
-            self._touch(keys[:done])
+            if done > part.fresh:
+                self._touch(keys[:done])
         except (LinkLost, TimeoutError, wire.WireError):
             pass
         self.stored_blocks += done
@@ -332,7 +327,7 @@ class PoolClient:
             within_s = ends_s - clock.now_s()
             asked = payloads.pack_pin(list(keys), within_s, tenant)
             answer = await link.call(Op.PIN, asked, within_s=within_s)
-            pin, gap, blocks = payloads.unpack_pinned(_payload(answer, Op.PINNED))
+            pin, gap, blocks = payloads.unpack_pinned(answered(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
             return self._without(Outcome.UNAVAILABLE, len(keys))
         except TimeoutError:
@@ -346,7 +341,7 @@ class PoolClient:
                 payloads.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None),
                 within_s=max(ANSWER_S, ends_s - clock.now_s()),
             )
-            protected = payloads.unpack_number(_payload(answer, Op.COUNT))
+            protected = payloads.unpack_number(answered(answer, Op.COUNT))
         except (LinkLost, TimeoutError, wire.WireError):
             return self._without(Outcome.UNAVAILABLE, len(keys))
         if not protected:
@@ -383,44 +378,6 @@ class PoolClient:
             link.tell(Op.UNPIN, payloads.pack_unpin(pin, 0, corrupt=False))
             raise
 
-    async def _store_part(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        groups: Sequence[int],
-        ends_s: float,
-        tenant: str,
-        priority: Priority,
-    ) -> tuple[int, int]:
-        """How many of `keys` were asked for, and how many leading ones of them are kept."""
-        link = await self._daemon.connected(ends_s)
-        views = [flat(block) for block in blocks]
-        items = [(key, view.nbytes) for key, view in zip(keys, views, strict=True)]
-        asked = payloads.pack_reserve(items, tenant, priority)
-        answer = await link.call(Op.RESERVE, asked, within_s=ends_s - clock.now_s())
-        grants = payloads.unpack_reserved(_payload(answer, Op.RESERVED))
-        mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
-        written = await self._copy_in(
-            link,
-            [keys[n] for n in mine],
-            [grants[n] for n in mine],
-            [views[n] for n in mine],
-            groups,
-            ends_s,
-        )
-        answer = await link.call(
-            Op.COMMIT,
-            payloads.pack_commit(written),
-            within_s=max(ANSWER_S, ends_s - clock.now_s()),
-        )
-        states = payloads.unpack_committed(_payload(answer, Op.COMMITTED))
-        kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
-        kept |= {
-            n for n, state in zip(mine, states, strict=False) if state is not Commitment.EXPIRED
-        }
-        run = next((n for n in range(len(grants)) if n not in kept), len(grants))
-        return len(grants), run
-
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Keep the head of a chain warmer than what hangs on it."""
         self._tell(Op.TOUCH, keys)
@@ -430,39 +387,6 @@ class PoolClient:
             part = list(keys[start : start + wire.MAX_KEYS])
             self._daemon.tell(op, payloads.pack_keys(part))
 
-    async def _copy_in(
-        self,
-        link: Link,
-        keys: Sequence[bytes],
-        grants: Sequence[Granted],
-        blocks: Sequence[memoryview],
-        groups: Sequence[int],
-        ends_s: float,
-    ) -> list[tuple[int, tuple[GroupTag, ...]]]:
-        arena = link.arena
-        assert arena is not None
-        generations = {granted.generation for granted in grants}
-        written: list[tuple[int, tuple[GroupTag, ...]]] = []
-
-        def work(stop: Stop) -> list[tuple[int, tuple[GroupTag, ...]]]:
-            return copy_in(arena, keys, grants, blocks, groups, leaves, stop)
-
-        self._daemon.writing |= generations
-        try:
-            if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
-                written = work(Stop())
-            else:
-                written, _ = await in_thread(work, ends_s=ends_s)
-        finally:
-            self._daemon.wrote(link, generations, {generation for generation, _ in written})
-        return written
-
     def _without(self, outcome: Outcome, blocks: int) -> LoadResult:
         self._daemon.unseen(outcome, blocks)
         return LoadResult(0, outcome)
-
-
-def _payload(frame: wire.Frame, op: Op) -> bytes:
-    if frame.op is not op:
-        raise wire.WireError(f"{op.name} was to come, not {frame.op.name}")
-    return frame.payload

@@ -1,45 +1,42 @@
-"""The daemon's side of its Unix socket: engines of this node, each on one connection.
+"""The engines of a node that are connected to its daemon, and what they can be told is there.
 
-A connection is an `asyncio.Protocol`, not a task: memory answers at once, so a request is handled
-where it arrives. Only a PIN of what an SSD or a peer has to bring is answered later, by a task.
-Losing a
-connection ends its pins and puts its reservations in quarantine; they are freed when the client
-comes back and says what it still writes, or when its process has ended.
+Losing a connection ends its pins and puts its reservations in quarantine; they are freed when the
+client comes back and says what it still writes, or when its process has ended.
 """
 
-import asyncio
-import hmac
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from kimi_connect import payloads, wire
+from kimi_connect import wire
 from kimi_connect.arena import Arena
 from kimi_connect.states import deepest
-from kimi_connect.wire import Frame, Gap, Grant, Granted, Op, WireError
-from kimi_runtime import clock
 from kimi_runtime.umbp.feed import FeedLog
-from kimi_runtime.umbp.funnel import Lost
-from kimi_runtime.umbp.peers import ProcessWatch, open_peer_process
-from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, count_missed, pinned_payload
+from kimi_runtime.umbp.peers import ProcessWatch
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.proving import Proving
 from kimi_runtime.umbp.quote import quote
 from kimi_runtime.umbp.remote.service import Remote
-from kimi_runtime.umbp.retention import Hint
 from kimi_runtime.umbp.second_tier import SecondTier
 from kimi_runtime.umbp.tiers.dram import OWN_WRITER
 
-HANDSHAKE_S = 5.0
-
-_COUNTED = {
-    *(Op.ABORT, Op.RENEW, Op.UNPIN, Op.REPORT, Op.HINT, Op.DEEPEST),
-    *(Op.HELD, Op.TOUCH, Op.USED, Op.SERVED),
-}
-"""What is answered with a number."""
-
 log = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """A connection of an engine, as those who keep account of them see it."""
+
+    number: int
+    name: str
+    instance: bytes | None
+    """Which client of which process it is, over its reconnects; None until it has proved itself."""
+
+    def abort(self) -> None:
+        """Close without flushing."""
+
+    def open_process(self) -> int | None:
+        """A pidfd of the client's process; None where there is none to be had."""
 
 
 @dataclass(slots=True)
@@ -59,7 +56,7 @@ class Clients:
     """Nothing new is taken: the daemon is to be stopped. What it has is served."""
     refused: int = 0
     """Connections that failed the challenge or broke the protocol."""
-    _connections: dict[int, "Connection"] = field(default_factory=dict)
+    _connections: dict[int, Client] = field(default_factory=dict)
     _watches: dict[bytes, ProcessWatch] = field(default_factory=dict)
     _number: int = 0
 
@@ -67,10 +64,10 @@ class Clients:
         """How many are connected and authenticated."""
         return sum(connection.instance is not None for connection in self._connections.values())
 
-    def connect(self) -> "Connection":
-        """The protocol factory of the server."""
+    def next_number(self) -> int:
+        """A number for a connection, never given before."""
         self._number += 1
-        return Connection(self, self._number)
+        return self._number
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` that a PIN would find here, on SSD or at a peer."""
@@ -106,11 +103,11 @@ class Clients:
             watch.close()
         self._watches.clear()
 
-    def opened(self, connection: "Connection") -> None:
+    def opened(self, connection: Client) -> None:
         """A connection is there, not yet authenticated."""
         self._connections[connection.number] = connection
 
-    def welcomed(self, connection: "Connection", hello: wire.Hello) -> None:
+    def welcomed(self, connection: Client, hello: wire.Hello) -> None:
         """A client has proved itself; an older connection of the same client is over."""
         for other in list(self._connections.values()):
             if other.instance == hello.instance:
@@ -120,7 +117,7 @@ class Clients:
         self.pool.reclaim(writer=hello.instance, writing=hello.writing)
         self._watch(connection, hello.instance)
 
-    def closed(self, connection: "Connection") -> None:
+    def closed(self, connection: Client) -> None:
         """A connection is lost or replaced."""
         if self._connections.pop(connection.number, None) is None:
             return
@@ -163,7 +160,7 @@ class Clients:
             if not self.arena.held_by(writer):
                 self.process_ended(writer)
 
-    def _watch(self, connection: "Connection", instance: bytes) -> None:
+    def _watch(self, connection: Client, instance: bytes) -> None:
         self._unwatch(instance)
         try:
             pidfd = connection.open_process()
@@ -177,229 +174,3 @@ class Clients:
         watch = self._watches.pop(instance, None)
         if watch is not None:
             watch.close()
-
-
-class Connection(asyncio.Protocol):
-    """One client."""
-
-    def __init__(self, clients: Clients, number: int) -> None:
-        self.number, self.name = number, "a client"
-        self.instance: bytes | None = None
-        self._clients, self._pool = clients, clients.pool
-        self._decoder = wire.FrameDecoder()
-        self._nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._transport: asyncio.Transport | None = None
-        self._hurry: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Challenge the caller."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._clients.opened(self)
-        self._hurry = asyncio.get_running_loop().call_later(
-            HANDSHAKE_S, self._refuse, f"no HELLO came within {HANDSHAKE_S:.0f} s"
-        )
-        self._send(Op.CHALLENGE, 0, self._nonce)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Give back what it held."""
-        if self._hurry is not None:
-            self._hurry.cancel()
-        self._clients.closed(self)
-        self._clients.changed()
-
-    def pause_writing(self) -> None:
-        """The client does not read its answers: ask it nothing more."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        """It reads again."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
-        """Handle every frame that is whole."""
-        self._decoder.feed(data)
-        try:
-            while (frame := self._decoder.next()) is not None:
-                if self.instance is None:
-                    self._handshake(frame)
-                else:
-                    self._answer(frame)
-        except WireError as exc:
-            self._refuse(str(exc))
-        self._clients.changed()
-
-    def abort(self) -> None:
-        """Close without flushing."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def open_process(self) -> int | None:
-        """A pidfd of the client's process."""
-        assert self._transport is not None
-        return open_peer_process(self._transport.get_extra_info("socket"))
-
-    def _send(self, op: Op, request: int, payload: bytes = b"") -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.frame(op, request, payload))
-
-    def _refuse(self, why: str) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
-        self._clients.refused += 1
-        log.warning("umbp: refused %s: %s", self.name, why)
-        self._send(Op.REFUSED, 0, wire.pack_text(why))
-        self._transport.close()
-
-    def _handshake(self, frame: Frame) -> None:
-        if frame.op is not Op.HELLO:
-            raise WireError("the first frame must be HELLO")
-        hello = wire.unpack_hello(frame.payload)
-        fields = (self._nonce, hello.nonce, hello.instance, hello.name)
-        call_key = None
-        for candidate in self._clients.call_keys:
-            if hmac.compare_digest(wire.client_proof(candidate, *fields), hello.proof):
-                call_key = candidate
-        if call_key is None:
-            raise WireError("the proof does not match this deployment's call key")
-        if self._hurry is not None:
-            self._hurry.cancel()
-        self.name = hello.name or self.name
-        self._clients.welcomed(self, hello)
-        welcome = wire.Welcome(
-            proof=wire.server_proof(call_key, self._nonce, hello.nonce),
-            epoch=self._clients.arena.epoch,
-            page_bytes=self._pool.page_bytes,
-            pages=self._pool.total_pages,
-            pin_lease_s=self._pool.pin_lease_s,
-            reservation_ttl_s=self._pool.reservation_ttl_s,
-            arena=self._clients.arena_path,
-        )
-        self._send(Op.WELCOME, frame.request, wire.pack_welcome(welcome))
-
-    def _answer(self, frame: Frame) -> None:
-        op, request, payload = frame
-        match op:
-            case Op.RESERVE:
-                self._send(Op.RESERVED, request, self._reserve(payload))
-            case Op.COMMIT:
-                self._send(Op.COMMITTED, request, self._commit(payload))
-            case Op.PIN:
-                self._pin(request, payload)
-            case Op.QUOTE:
-                self._send(Op.QUOTED, request, self._quote(*payloads.unpack_quote(payload)))
-            case _ if op in _COUNTED:
-                self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
-            case _:
-                raise WireError(f"a client may not send {op.name}")
-
-    def _count(self, op: Op, payload: bytes) -> int:
-        now_s = clock.now_s()
-        if op in (Op.HELD, Op.TOUCH, Op.USED, Op.SERVED):
-            return self._run(op, payloads.unpack_keys(payload))
-        if op is Op.DEEPEST:
-            return self._clients.deepest(*payloads.unpack_deepest(payload))
-        if op is Op.HINT:
-            return self._hint(payloads.unpack_hint(payload))
-        if op is Op.RENEW:
-            pin = payloads.unpack_number(payload)
-            return int(self._pool.renew(pin, reader=self.number, now_s=now_s))
-        if op is Op.UNPIN:
-            return int(self._unpin(payload))
-        if op is Op.ABORT:
-            assert self.instance is not None
-            return self._pool.abort(payloads.unpack_generations(payload), writer=self.instance)
-        unavailable, _ = payloads.unpack_report(payload)
-        self._pool.funnel.unreachable(unavailable)  # late ones: their own request is counted
-        return 1
-
-    def _reserve(self, payload: bytes) -> bytes:
-        assert self.instance is not None
-        items: list[tuple[bytes, int]] = []
-        pages = 0
-        asked, tenant, priority = payloads.unpack_reserve(payload)
-        for key, size in asked:
-            pages += -(-size // self._pool.page_bytes)
-            if items and pages > PAGES_AN_ANSWER:
-                break
-            items.append((key, size))
-        if self._clients.draining:
-            grants = [Granted(Grant.HELD if self._pool.held([k]) else Grant.FULL) for k, _ in items]
-        else:
-            grants = self._pool.reserve(
-                items, writer=self.instance, now_s=clock.now_s(), tenant=tenant, priority=priority
-            )
-        return payloads.pack_reserved(grants)
-
-    def _commit(self, payload: bytes) -> bytes:
-        assert self.instance is not None
-        blocks = payloads.unpack_commit(payload)
-        states = self._pool.commit(blocks, writer=self.instance, now_s=clock.now_s())
-        return payloads.pack_committed(states)
-
-    def _run(self, op: Op, keys: list[bytes]) -> int:
-        if op is Op.HELD:
-            return self._clients.held(keys)
-        if op is Op.SERVED:
-            self._pool.funnel.served(keys)
-            self._pool.ghosts.asked(keys, len(keys), lambda key: True)
-        if op is not Op.TOUCH:
-            self._use(keys)
-        return self._pool.touch(keys, clock.now_s())
-
-    def _use(self, keys: list[bytes]) -> None:
-        self._pool.use(keys, clock.now_s())
-        if self._clients.second is not None:
-            self._clients.second.used(keys)
-
-    def _hint(self, told: payloads.HintFields) -> int:
-        hint = Hint(
-            tenant=told.tenant,
-            session=told.session,
-            kind=told.kind,
-            keys=told.keys,
-            expected_s=told.expected_s,
-            child=told.child,
-        )
-        return self._pool.hint(hint, clock.now_s())
-
-    def _pin(self, request: int, payload: bytes) -> None:
-        keys, within_s, tenant = payloads.unpack_pin(payload)
-        second, remote = self._clients.second, self._clients.remote
-
-        def answer(gap: Gap) -> None:
-            if self.instance is None:
-                return  # it hung up meanwhile: nothing would end its pin
-            run = self._pool.held(keys)
-            pinned = pinned_payload(
-                self._pool,
-                keys,
-                reader=self.number,
-                elsewhere=self._clients.elsewhere,
-                failure=gap,
-                more=gap is Gap.NONE and self._clients.lacks(keys),
-            )
-            self._send(Op.PINNED, request, pinned)
-            self._use(keys[:run])
-
-        for tier in (second, remote):
-            if tier is not None and tier.help(keys, answer, within_s=within_s, tenant=tenant):
-                return
-        answer(Gap.MISS)
-
-    def _quote(self, keys: Sequence[bytes], block_bytes: int) -> bytes:
-        """QUOTED's payload. What is not quoted is asked for by nobody, and so is lost here."""
-        quoted = self._clients.quote(keys, block_bytes)
-        found = sum(stretch.blocks for stretch in quoted)
-        count_missed(self._pool, keys[found:], 0, Gap.MISS, self._clients.elsewhere)
-        return payloads.pack_quoted(quoted)
-
-    def _unpin(self, payload: bytes) -> bool:
-        pin, good, corrupt = payloads.unpack_unpin(payload)
-        bad = [good] if corrupt else []
-        held = self._pool.unpin(pin, bad, reader=self.number, now_s=clock.now_s())
-        rest = Lost.CORRUPT if held and corrupt else Lost.LATE
-        self._pool.funnel.read(pin, good if held else 0, rest)
-        return held

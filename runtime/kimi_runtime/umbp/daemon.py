@@ -20,6 +20,7 @@ from kimi_runtime.auth import read_call_keys
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp.assembly import Memory, check, closing, open_pool_of
 from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.connection import Connection
 from kimi_runtime.umbp.control.service import ControlService
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.holdings import TierHoldings
@@ -173,7 +174,9 @@ async def _answering(
     listener: socket.socket,
     publish: "_Publisher",
 ) -> AsyncIterator[None]:
-    server = await asyncio.get_running_loop().create_unix_server(clients.connect, sock=listener)
+    server = await asyncio.get_running_loop().create_unix_server(
+        lambda: Connection(clients), sock=listener
+    )
     state.clients = clients
     if not spec.has_peers:
         state.phase = Phase.READY

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
-from kimi_connect.wire import Frame, Grant, Op, WireError
+from kimi_connect.frames import Frame, FrameDecoder, pack_frame
+from kimi_connect.wire import Grant, Op, WireError
 from kimi_runtime import clock
 
 HUNG_S = 5.0
@@ -22,7 +23,7 @@ class LinkLost(Exception):
     """There is no connection, or not any more."""
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.BufferedProtocol):
     """Use `open_link`."""
 
     def __init__(
@@ -36,7 +37,7 @@ class Link(asyncio.Protocol):
         self._call_key, self._instance, self._name = call_key, instance, name
         self._nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self._server_nonce: bytes | None = None
-        self._decoder = wire.FrameDecoder()
+        self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
         self._number = 0
         self._pending: dict[int, tuple[asyncio.Future[Frame], float]] = {}
@@ -51,15 +52,19 @@ class Link(asyncio.Protocol):
         """Every open request fails."""
         self._lose(f"the pool daemon closed the connection ({exc or 'no reason given'})")
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._decoder.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Hand out answers."""
-        self._decoder.feed(data)
+        self._decoder.received(nbytes)
         try:
-            while (frame := self._decoder.next()) is not None:
+            while (came := self._decoder.next()) is not None:
                 if self.arena is None:
-                    self._handshake(frame)
+                    self._handshake(came)
                 else:
-                    self._answered(frame)
+                    self._answered(came)
         except (WireError, ArenaGone) as exc:
             self._lose(str(exc))
 
@@ -94,7 +99,7 @@ class Link(asyncio.Protocol):
         if self.lost or self._transport is None:
             raise LinkLost("there is no connection to the pool daemon")
         self._number += 1
-        self._transport.write(wire.frame(op, self._number, payload))
+        self._transport.write(pack_frame(op, self._number, payload))
         return self._number
 
     def _handshake(self, frame: Frame) -> None:
@@ -186,3 +191,10 @@ async def open_link(
             if link.welcomed.done() and not link.welcomed.cancelled():
                 link.welcomed.exception()  # seen: it is what was raised, or nobody waits
     return link
+
+
+def answered(frame: Frame, op: Op) -> bytes:
+    """The payload of an answer; WireError for one of another kind."""
+    if frame.op is not op:
+        raise WireError(f"{op.name} was to come, not {frame.op.name}")
+    return frame.payload

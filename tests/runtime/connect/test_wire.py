@@ -1,13 +1,15 @@
 """The wire format of the pool's socket."""
 
 import contextlib
+import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_connect import payloads, wire
-from kimi_connect.wire import Commitment, Extent, Frame, Gap, Grant, Granted, GroupTag, Op
+from kimi_connect import payloads, small_puts, wire
+from kimi_connect.frames import MAX_PAYLOAD, Frame, FrameDecoder, pack_frame
+from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag, Op
 
 keys = st.lists(st.binary(min_size=16, max_size=16), max_size=5)
 sessions = st.binary(min_size=16, max_size=16)
@@ -16,6 +18,7 @@ extents = st.lists(st.builds(Extent, u64, u32), max_size=4).map(tuple)
 group_tags = st.lists(
     st.builds(GroupTag, u32, st.binary(min_size=16, max_size=16)), max_size=4
 ).map(tuple)
+some_bytes = st.binary(min_size=1, max_size=40).map(memoryview)
 pinned = st.builds(wire.PinnedBlock, u64, u32, group_tags, extents)
 MESSAGES = {
     "keys": (payloads.pack_keys, payloads.unpack_keys, keys),
@@ -29,6 +32,17 @@ MESSAGES = {
         payloads.unpack_reserve,
         st.tuples(
             st.lists(st.tuples(sessions, st.integers(1, 2**32 - 1)), max_size=5),
+            st.text(max_size=20),
+            st.sampled_from(wire.Priority),
+        ),
+    ),
+    "put": (
+        lambda message: small_puts.pack_put(*message),
+        small_puts.unpack_put,
+        st.tuples(
+            st.lists(
+                st.builds(small_puts.SmallBlock, sessions, group_tags, some_bytes), max_size=5
+            ),
             st.text(max_size=20),
             st.sampled_from(wire.Priority),
         ),
@@ -136,14 +150,23 @@ def test_no_payload_crashes_its_reader(name):
     check()
 
 
+def receive(decoder, data):
+    """As much of `data` as the decoder has room for; how much."""
+    room = decoder.room()
+    count = min(len(data), room.nbytes)
+    room[:count] = data[:count]
+    decoder.received(count)
+    return count
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(Op), u64, st.binary(max_size=50)), max_size=6), st.data())
 def test_frames_survive_any_cutting_of_the_stream(frames, data):
-    stream = b"".join(wire.frame(*frame) for frame in frames)
-    decoder, received = wire.FrameDecoder(), []
+    stream = b"".join(pack_frame(*frame) for frame in frames)
+    decoder, received = FrameDecoder(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
-        decoder.feed(stream[:size])
+        receive(decoder, stream[:size])
         stream = stream[size:]
         while (frame := decoder.next()) is not None:
             received.append(frame)
@@ -151,12 +174,27 @@ def test_frames_survive_any_cutting_of_the_stream(frames, data):
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_there():
-    decoder = wire.FrameDecoder()
-    decoder.feed((wire.MAX_PAYLOAD + 1).to_bytes(4, "little") + bytes(9))
+    decoder = FrameDecoder()
+    receive(decoder, (MAX_PAYLOAD + 1).to_bytes(4, "little") + bytes(9))
     with pytest.raises(wire.WireError, match="announces"):
         decoder.next()
     with pytest.raises(wire.WireError, match="limit"):
-        wire.frame(Op.PIN, 1, bytes(wire.MAX_PAYLOAD + 1))
+        pack_frame(Op.PIN, 1, bytes(MAX_PAYLOAD + 1))
+
+
+@pytest.mark.parametrize("size", [300 << 10, MAX_PAYLOAD])
+def test_a_frame_larger_than_the_buffer_passes_between_small_ones(size):
+    decoder, small = FrameDecoder(), Frame(Op.PIN, 1, b"small")
+    large = Frame(Op.PUT, 2, os.urandom(size))
+    stream = b"".join(pack_frame(*frame) for frame in (small, large, small))
+    received = []
+    for at in range(0, len(stream), 200_000):
+        rest = stream[at : at + 200_000]
+        while rest:
+            rest = rest[receive(decoder, rest) :]
+            while (frame := decoder.next()) is not None:
+                received.append(frame)
+    assert received == [small, large, small]
 
 
 def test_a_count_can_t_announce_more_than_there_is():

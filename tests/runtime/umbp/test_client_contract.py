@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kimi_connect import copiers
+from kimi_connect import copiers, small_puts
 from kimi_connect.client import ArenaClient
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.ssd import SsdSpec
@@ -48,17 +48,19 @@ async def daemon(tmp_path, request):
         made.clients.pool.check_integrity()
 
 
-@pytest.fixture(params=["async", "blocking", "on two threads"])
+@pytest.fixture(params=["async", "async in two steps", "blocking", "blocking on two threads"])
 async def connect(request, monkeypatch):
     """Opens clients that are closed at the end."""
     made = []
+    if "two" in request.param:  # blocks of tests are small: reserve, write and commit them as well
+        monkeypatch.setattr(small_puts, "SMALL_PUT_BYTES", 0)
     monkeypatch.setattr(copiers, "LEAST_BYTES", BLOCK)  # so that small batches are shared out too
 
     async def open_one(socket, call_key=CALL_KEY, group_bytes=GROUPS):
-        if request.param == "async":
+        if "async" in request.param:
             made.append(await open_pool(socket, call_key, group_bytes=group_bytes))
         else:
-            threads = 2 if request.param == "on two threads" else 1
+            threads = 2 if "threads" in request.param else 1
             made.append(Blocking(socket, call_key, group_bytes, threads))
         return made[-1]
 

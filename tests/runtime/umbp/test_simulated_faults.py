@@ -40,7 +40,7 @@ def test_a_run_is_repeated_exactly_by_its_seed(calm):
 def test_the_everyday_run_takes_every_kind_of_step_and_gets_every_block(calm):
     assert {step.kind for step in calm.trace} == set(Kind)
     words = {step.what for step in calm.trace}
-    assert words >= {"RESERVE", "COMMIT", "PIN", "UNPIN", "RENEW", "SERVED", "USED"}
+    assert words >= {"PUT", "RESERVE", "COMMIT", "PIN", "UNPIN", "RENEW", "SERVED", "USED"}
     assert words >= {"Lend", "GiveBack", "Offer", "SsdTier.put.<lambda>", "SsdTier.get.<lambda>"}
     assert calm.loaded >= 4 * 3 + 16
 

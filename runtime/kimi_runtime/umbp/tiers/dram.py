@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from kimi_connect.arena import Arena
 from kimi_connect.blocks import copy_in, copy_out, flat
-from kimi_connect.wire import Commitment, Grant, PinnedBlock
+from kimi_connect.storing import stored
+from kimi_connect.wire import Grant, PinnedBlock
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
 from kimi_runtime.umbp.pool import Pool
@@ -84,9 +85,7 @@ class DramTier:
             self.pool.abort((g.generation for g in granted), writer=OWN_WRITER)
             raise
         states = self.pool.commit(written, writer=OWN_WRITER, now_s=clock.now_s())
-        kept = {n for n, granted in enumerate(grants) if granted.grant is Grant.HELD}
-        kept |= {n for n, s in zip(mine, states, strict=True) if s is not Commitment.EXPIRED}
-        return next((n for n in range(len(keys)) if n not in kept), len(keys))
+        return stored(grants, states).kept
 
     def evict(self, blocks: int) -> list[BlockKey]:
         """Forget up to `blocks` unpinned blocks, coldest first; their keys."""
