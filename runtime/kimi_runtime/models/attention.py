@@ -88,7 +88,7 @@ class SpanAttention:
         self, q: Tensor, best: Tensor | None, cache: KvCache, layer: int, part: SpanPart
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The greatest score so far, the sum of the part's weights and the rows' sum by weight."""
-        rows = self._read(cache, layer, part)
+        rows = cache.read(layer, part.slots, part.rows)
         scores = self._scores(q[part.queries], rows).mul_(self._scale)
         if part.hidden is not None:
             scores.masked_fill_(part.hidden, -torch.inf)
@@ -97,13 +97,6 @@ class SpanAttention:
             peak = torch.maximum(best[part.queries], peak)
         weights = scores.sub_(peak).exp_()
         return peak, self._sum(weights), self._mix(weights, rows)
-
-    def _read(self, cache: KvCache, layer: int, part: SpanPart) -> Tensor:
-        rows = cache.read(layer, part.blocks, part.rows)
-        if part.unread is not None:
-            # zero times what an earlier owner left there is only zero while that is finite
-            rows.view(-1, cache.row_dim).index_fill_(0, part.unread, 0)
-        return rows
 
     def _scores(self, q: Tensor, rows: Tensor) -> Tensor:
         """q [Q, H, D] with rows [G, n, D] -> [Q, H, n] fp32; G is Q, or 1 for one history."""

@@ -14,8 +14,7 @@ class KvCache:
     def __init__(self, pool: Tensor) -> None:
         self.blocks, self.layers, self.block_tokens, self.row_dim = pool.shape
         self._rows = pool.view(-1, self.row_dim)
-        self._pages = pool.view(self.blocks * self.layers, self.block_tokens * self.row_dim)
-        self._scratch = self._pages.new_empty((0, self._pages.shape[1]))
+        self._scratch = self._rows.new_empty((0, self.row_dim))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -30,14 +29,14 @@ class KvCache:
         """Store rows [T, row_dim] of one layer."""
         self._rows.index_copy_(0, first_slots + layer * self.block_tokens, rows)
 
-    def read(self, layer: int, blocks: Tensor, rows: int) -> Tensor:
-        """One layer's rows of block lists: blocks [G * n] int64 -> [G, rows, row_dim].
+    def read(self, layer: int, first_slots: Tensor, rows: int) -> Tensor:
+        """One layer's rows: first_slots [G * rows] int64 -> [G, rows, row_dim].
 
-        `rows` is n * block_tokens. The result is a copy that the next call overwrites: fresh memory
-        for every span costs more in page faults than the copying.
+        The result is a copy that the next call overwrites: fresh memory for every span costs more
+        in page faults than the copying.
         """
-        if len(self._scratch) < len(blocks):
-            self._scratch = self._pages.new_empty((len(blocks), self._pages.shape[1]))
-        pages = self._scratch[: len(blocks)]
-        torch.index_select(self._pages, 0, blocks * self.layers + layer, out=pages)
-        return pages.view(-1, rows, self.row_dim)
+        if len(self._scratch) < len(first_slots):
+            self._scratch = self._rows.new_empty((len(first_slots), self.row_dim))
+        read = self._scratch[: len(first_slots)]
+        torch.index_select(self._rows, 0, first_slots + layer * self.block_tokens, out=read)
+        return read.view(-1, rows, self.row_dim)

@@ -1,6 +1,6 @@
 """Linear layers whose rows do not depend on each other; see `models.rows`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +9,11 @@ from torch.nn import functional
 from kimi_runtime.models.rows import (
     ANY_ROWS,
     LADDER,
+    REFERENCE_ROWS,
     Product,
     Tiles,
     cancelling,
+    in_reference_tiles,
     measure_tiles,
 )
 
@@ -73,6 +75,33 @@ class LinearFactory:
         weight = weight.contiguous()
         return Linear(_per_head(weight), self._tiles(weight, "per head", _per_head))
 
+    def stacked(self, weights: Sequence[Tensor]) -> Linear | None:
+        """A layer of E weights [N, K] at once, x [M, K] -> [M, E * N], or None.
+
+        None where the library adds up the wide product in another order than each weight's own.
+        """
+        count, like = len(weights), weights[0]
+        if self.promise:
+            x, w = _cancelling_like(like)
+            alone = in_reference_tiles(_linear(w), x).repeat(1, count)
+            if not torch.equal(in_reference_tiles(_linear(w.repeat(count, 1)), x), alone):
+                return None
+        return self.linear(torch.cat(tuple(weights)))
+
+    def abreast(self, weights: Sequence[Tensor]) -> Linear | None:
+        """A layer of E weights [N, K] on inputs of their own, x [E, M, K] -> [E, M, N], or None.
+
+        None as in `stacked`.
+        """
+        count, like = len(weights), weights[0]
+        if self.promise:
+            x, w = _cancelling_like(like)
+            alone = in_reference_tiles(_linear(w), x).expand(count, -1, -1)
+            many = _per_head(w.T.expand(count, -1, -1).contiguous())
+            if not torch.equal(in_reference_tiles(many, x.expand(count, -1, -1)), alone):
+                return None
+        return self.per_head(torch.stack(tuple(weights)).transpose(1, 2))
+
     def _tiles(self, weight: Tensor, kind: str, build: Callable[[Tensor], Product]) -> Tiles:
         if not self.promise:
             return ANY_ROWS
@@ -88,3 +117,10 @@ class LinearFactory:
             x, w = x.to(weight), w.to(weight)
             self.measured[key] = measure_tiles(build(w), x, f"a {kind} product {key[1]}")
         return self.measured[key]
+
+
+def _cancelling_like(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two reference tiles of inputs and a weight [N, K] like the given one."""
+    outputs, inputs = weight.shape
+    x, w = cancelling(2 * REFERENCE_ROWS, inputs, outputs)
+    return x.to(weight), w.to(weight)

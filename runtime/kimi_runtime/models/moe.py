@@ -16,8 +16,11 @@ from torch import Tensor
 
 from kimi_runtime.models.linear import Linear, LinearFactory
 from kimi_runtime.models.norm import sigmoid, silu_mul
-from kimi_runtime.models.rows import padded_rows
+from kimi_runtime.models.rows import CALL_COST_ROWS, LADDER, padded_rows
 from kimi_runtime.spec.model import MoeSpec
+
+_ALL_BYTES = 2**23
+"""Of a layer's experts that may be kept a second time, side by side, and read in every step."""
 
 Ints = NDArray[np.int64]
 
@@ -81,13 +84,18 @@ class MixtureOfExperts:
         self.router = Router(
             moe, weights["gate.weight"], weights["gate.e_score_correction_bias"], linears
         )
-        self._experts = [SwiGlu(weights, linears, f"experts.{i}.") for i in range(moe.experts)]
+        self._sorted = SortedExperts(moe, weights, linears)
+        self._all = AllExperts.of(moe, weights, linears)
         self._shared = SwiGlu(weights, linears, "shared_experts.") if moe.shared else None
 
     def __call__(self, x: Tensor, tokens: int) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; rows from `tokens` on are padding and reach no expert."""
+        """x [T, hidden] -> [T, hidden]; rows from `tokens` on are padding and get no expert's."""
         chosen, weights = self.router(x)
-        routed = self._routed(x[:tokens], chosen[:tokens], weights[:tokens])
+        if self._all is not None and tokens in self._all.cheaper_for:
+            results = self._all(x, chosen[:tokens])
+        else:
+            results = self._sorted(x[:tokens], chosen[:tokens])
+        routed = _sum_in_order((results.float() * weights[:tokens, :, None]).unbind(1))
         if self._shared is None:
             shared = torch.zeros_like(x, dtype=torch.float32)
         else:
@@ -95,12 +103,20 @@ class MixtureOfExperts:
         shared[:tokens] += routed
         return shared.to(x.dtype)
 
-    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' results, [tokens, hidden] fp32.
 
-        Tokens are sorted by expert; each expert's share is padded to a row count of the ladder, so
-        that its products run on whole tiles and one buffer holds all of them.
-        """
+class SortedExperts:
+    """The chosen experts' results, computed expert by expert.
+
+    Tokens are sorted by expert; each expert's share is padded to a row count of the ladder, so that
+    its products run on whole tiles and one buffer holds all of them.
+    """
+
+    def __init__(self, moe: MoeSpec, weights: Mapping[str, Tensor], linears: LinearFactory) -> None:
+        self._moe = moe
+        self._experts = [SwiGlu(weights, linears, f"experts.{i}.") for i in range(moe.experts)]
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x [T, hidden] and experts [T, k] -> [T, k, hidden]."""
         sizes, places = self._places(chosen.reshape(-1).cpu().numpy())
         place = torch.from_numpy(places).to(x.device)
         gathered = x.new_zeros((sum(sizes), x.shape[1]))
@@ -110,8 +126,7 @@ class MixtureOfExperts:
         inner = torch.cat([e.gate_up(share) for (e, _), share in zip(used, shares, strict=True)])
         shares = silu_mul(inner).split_with_sizes([size for _, size in used])
         outer = torch.cat([e.down(share) for (e, _), share in zip(used, shares, strict=True)])
-        results = outer[place].view(*chosen.shape, -1).float() * weights[..., None]
-        return _sum_in_order(results.unbind(1))
+        return outer[place].view(*chosen.shape, -1)
 
     def _places(self, experts: Ints) -> tuple[list[int], Ints]:
         """Rows of each expert's share, and where each (token, choice) goes in the buffer."""
@@ -122,6 +137,56 @@ class MixtureOfExperts:
         places = np.empty_like(order)
         places[order] = np.arange(len(order)) + np.repeat(shift, counts)
         return sizes, places
+
+
+class AllExperts:
+    """Every expert's result for every token, of which the chosen ones are kept.
+
+    Two products instead of two an expert, and no sorting: for few tokens and few experts the calls
+    cost more than the results that are thrown away.
+    """
+
+    def __init__(self, moe: MoeSpec, gate_up: Linear, down: Linear, cheaper_for: range) -> None:
+        self._experts, self._gate_up, self._down = moe.experts, gate_up, down
+        self.cheaper_for = cheaper_for
+        """From the fewest to the most tokens for which this is the cheaper way."""
+
+    @classmethod
+    def of(
+        cls, moe: MoeSpec, weights: Mapping[str, Tensor], linears: LinearFactory
+    ) -> "AllExperts | None":
+        """None where it is never cheaper, or would change a token's bits."""
+        cheaper_for = [tokens for tokens in range(1, LADDER[-1]) if _all_are_cheaper(moe, tokens)]
+        share_bytes = 3 * weights["experts.0.down_proj.weight"].nbytes
+        if not cheaper_for or moe.experts * share_bytes > _ALL_BYTES:
+            return None
+        gate, up, down = (
+            [weights[f"experts.{i}.{part}_proj.weight"] for i in range(moe.experts)]
+            for part in ("gate", "up", "down")
+        )
+        gate_up = linears.stacked([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        abreast = linears.abreast(down)
+        if gate_up is None or abreast is None:
+            return None
+        return cls(moe, gate_up, abreast, range(cheaper_for[0], cheaper_for[-1] + 1))
+
+    def __call__(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x [T, hidden] and experts [t, k] of its first t tokens -> [t, k, hidden]."""
+        tokens, choices = chosen.shape
+        inner = self._gate_up(x).view(len(x), self._experts, -1)
+        outer = self._down(silu_mul(inner).transpose(0, 1).contiguous()).flatten(0, 1)
+        place = chosen * len(x) + torch.arange(tokens, device=x.device)[:, None]
+        return outer.index_select(0, place.flatten()).view(tokens, choices, -1)
+
+
+def _all_are_cheaper(moe: MoeSpec, tokens: int) -> bool:
+    """In rows computed and calls made, for as many tokens, against the chosen experts alone.
+
+    The wide product of all experts reads all their weights, which takes as long as another call.
+    """
+    used = min(moe.experts, moe.top_k * tokens)
+    chosen = max(moe.top_k * tokens, LADDER[0] * used) + CALL_COST_ROWS * used
+    return moe.experts * padded_rows(tokens) + 2 * CALL_COST_ROWS <= chosen
 
 
 def _sum_in_order(terms: tuple[Tensor, ...]) -> Tensor:

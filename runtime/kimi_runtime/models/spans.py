@@ -23,8 +23,8 @@ _WIDTH_TOKENS = 64
 
 # On a CPU what one operation works on should not outgrow the caches before the next one reads it; a
 # GPU has launches to save instead.
-_PART_BYTES = 2**24
-"""Copied of many histories at once. A few MiB less and the library's cost per call shows."""
+_PART_BYTES = 2**22
+"""Copied of many histories at once. With less the library's cost per call shows."""
 _GROUP_TOKENS = 128
 """Queries of one prompt at once: scores and sums of four heads then fit a core's own cache."""
 
@@ -81,10 +81,10 @@ class SpanPart:
     """Of their group: one for each history, or all of the only history."""
     rows: int
     """Tokens read of each history: one of the geometry's widths."""
-    blocks: Tensor
-    """[G * rows / block_tokens] int64. Entries past a history's end name any block."""
-    unread: Tensor | None
-    """Indices into [G * rows] of what lies past a history's end, or None. It may hold anything."""
+    slots: Tensor
+    """[G * rows] int64: where the rows lie, in layer 0. What would lie past a history's end is its
+    last row once more, in weight zero: zero times what an earlier owner left there is only zero
+    while that is finite."""
     hidden: Tensor | None
     """[queries, 1, rows] bool: positions that a query may not see, or None if it sees all."""
 
@@ -216,21 +216,18 @@ class StepBuilder:
     ) -> SpanPart:
         """Span from `start` of histories that end with `lasts`, for queries at `positions`."""
         rows = self._geometry.width_for(int(lasts[-1]) + 1 - start)
-        low, count = start // self._block_tokens, rows // self._block_tokens
-        blocks = np.zeros((len(tables), count), np.int64)
-        for row, table in zip(blocks, tables, strict=True):
-            part = table[low : low + count]
-            row[: part.size] = part
-        past = unseen = None
+        columns = np.arange(start, start + rows)
+        unseen = None
         if positions[0] + 1 < start + rows:  # both rise: the first sees least
-            columns = np.arange(start, start + rows)
-            past = np.flatnonzero(columns > lasts[:, None])
             unseen = self._tensor((columns > positions[:, None])[:, None, :])
+        numbers, offsets = np.divmod(np.minimum(columns, lasts[:, None]), self._block_tokens)
+        blocks = np.stack([table[row] for table, row in zip(tables, numbers, strict=True)])
         return SpanPart(
             queries=queries,
             rows=rows,
-            blocks=self._tensor(blocks.reshape(-1)),
-            unread=self._tensor(past) if past is not None and past.size else None,
+            slots=self._cache.first_slots(
+                self._tensor(blocks.reshape(-1)), self._tensor(offsets.reshape(-1))
+            ),
             hidden=unseen,
         )
 

@@ -5,7 +5,7 @@ import torch
 from k2_reference import experts as reference_experts
 from k2_reference import route as reference_route
 from kimi_runtime.models.linear import LinearFactory
-from kimi_runtime.models.moe import MixtureOfExperts, Router
+from kimi_runtime.models.moe import AllExperts, MixtureOfExperts, Router, SortedExperts
 from kimi_runtime.models.weights import random_weights
 from kimi_runtime.spec.model import MoeSpec
 from tiny_k2 import tiny_spec
@@ -140,3 +140,20 @@ def test_a_row_is_bitwise_the_same_whoever_shares_its_experts():
     for rows in (1, 5, 40, 100):
         order = torch.randperm(192, generator=torch.Generator().manual_seed(rows))[:rows]
         assert torch.equal(mixture(x[order], rows), full[order])
+
+
+@pytest.mark.parametrize("rows", [8, 24, 64])
+def test_all_experts_at_once_give_the_bits_of_each_alone(rows):
+    _, weights = layer_weights(PLAIN, torch.bfloat16)
+    factory = LinearFactory(promise=True)
+    at_once = AllExperts.of(PLAIN, weights, factory)
+    assert at_once is not None
+    x = tokens(rows, seed=4).bfloat16()
+    chosen = torch.randint(8, (rows, 2), generator=torch.Generator().manual_seed(rows))
+    assert torch.equal(at_once(x, chosen), SortedExperts(PLAIN, weights, factory)(x, chosen))
+
+
+def test_experts_too_large_to_be_kept_twice_are_computed_one_by_one():
+    moe = MOES["384 experts"]
+    _, weights = layer_weights(moe, torch.bfloat16)
+    assert AllExperts.of(moe, weights, LinearFactory(promise=True)) is None

@@ -48,7 +48,7 @@ def test_every_query_sees_its_history_once_in_order_and_nothing_else(step):
             covered = [query for part in span.parts for query in members[part.queries]]
             assert covered == list(members[span.first :])
             for part in span.parts:
-                rows = cache.read(0, part.blocks, part.rows)[..., 0]
+                rows = cache.read(0, part.slots, part.rows)[..., 0]
                 queries = members[part.queries]
                 hidden = torch.zeros(len(queries), part.rows, dtype=torch.bool)
                 if part.hidden is not None:
@@ -84,7 +84,7 @@ def test_spans_follow_from_the_position_not_from_the_batch(position, others, blo
     alone = builder.build([run], 1).groups[0].spans
     crowd = [Run((position * 7 + 31 * i) % 4096, (1,), run.blocks) for i in range(others)]
     group = builder.build([run, *crowd], others + 1).groups[0]
-    starts = [int(span.parts[0].blocks[0]) * block_tokens for span in alone]
+    starts = [int(span.parts[0].slots[0]) for span in alone]
     assert starts == list(range(0, position + 1, geometry.tokens))
     assert len(group.spans) >= len(alone)
 
