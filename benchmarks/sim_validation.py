@@ -1,7 +1,8 @@
 """What the simulator predicts against what happens: the same sessions on this machine and on paper.
 
-Starts `kimistack up` with two aggregated kimi-nano workers, times lone requests and lone batches,
-fits step times to those, plays sessions of coding agents (lengths divided by 64), and simulates the
+Starts `kimistack up` with two aggregated kimi-nano workers, times lone requests, the same requests
+again when their KV is there, and lone batches, fits step times and what the front end takes to
+those, plays sessions of coding agents (lengths divided by 64), and simulates the
 same sessions: prompts, answers and pauses as they were played, times from the fit. The sessions
 take no part in the fit. Prints predicted beside measured.
 
@@ -10,12 +11,13 @@ take no part in the fit. Prints predicted beside measured.
 The machine is part of what is measured: it is timed before the sessions are played and once more
 after, the fit is to both, and how far they lie apart is how far the machine itself changed
 meanwhile. Of the workers' processor seconds, which other programs lengthen less than times, as many
-are predicted as a second of lone steps took.
+are predicted as a second of lone steps took, and as the idle workers do in the same time.
 """
 
 import argparse
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,46 +47,66 @@ POOL = "1GiB"
 PROMPTS = (32, 96, 192, 384, 640, 960)
 LANES, CONTEXTS = (4, 12), (32, 768)
 ANSWER = 32
+IDLE_S = 3.0
 
 Pair = tuple[float, float]
 Decoded = tuple[float, float, float]
 """Rows of a worker's steps, tokens that each held, seconds between tokens."""
+Prompted = tuple[int, int, float]
+"""Tokens of a prompt, those of them whose KV was there, seconds to the first token."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Step times, seconds of the front end around a request, and of the processor in a second."""
+    """Step times, and what is around them.
+
+    The front end takes `front_s`, and `front_token_s` for each token of a prompt, computed or not:
+    it is sent, rendered, tokenised, hashed and looked up. The workers take `processor_share`
+    processor seconds in a second of steps, and `idle_share` in any second.
+    """
 
     step: MeasuredStep
     front_s: float
+    front_token_s: float
     processor_share: float
+    idle_share: float
+
+    def before(self, prompt_tokens: int) -> float:
+        """Seconds of the front end before a prompt is at a worker."""
+        return self.front_s + self.front_token_s * prompt_tokens
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What lone answers, answers together and lone prompts took (tokens, seconds to the first)."""
+    """What lone answers, answers together and lone prompts took."""
 
     alone: tuple[Decoded, ...]
     together: tuple[Decoded, ...]
-    prompts: tuple[tuple[int, float], ...]
+    prompts: tuple[Prompted, ...]
     processor_s: float
-    """Of the workers, for `alone` and `prompts`."""
+    """Of the workers, for `alone` and `prompts`, which took `span_s`."""
+    span_s: float
+    idle_share: float
 
     def fit(self) -> Fit:
         """Decoding first, then prompts with what decoding told."""
         decode = self.alone + self.together
         sizes = [(1.0, rows, rows * held) for rows, held, _ in decode]
         fixed_s, row_s, kv_token_s = _fitted(sizes, [took_s for *_, took_s in decode])
-        sizes = [(1.0, tokens, tokens**2 / 2) for tokens, _ in self.prompts]
-        steps = [-(-tokens // STEP_TOKENS) for tokens, _ in self.prompts]
-        rest = [s - fixed_s * count for (_, s), count in zip(self.prompts, steps, strict=True)]
-        front_s, token_s, pair_s = _fitted(sizes, rest)
+        sizes = [
+            (1.0, tokens, tokens - held, (tokens - held) * (tokens + held) / 2)
+            for tokens, held, _ in self.prompts
+        ]
+        steps = [-(-(tokens - held) // STEP_TOKENS) for tokens, held, _ in self.prompts]
+        rest = [s - fixed_s * count for (*_, s), count in zip(self.prompts, steps, strict=True)]
+        front_s, front_token_s, token_s, pair_s = _fitted(sizes, [max(s, 1e-3) for s in rest])
         step = MeasuredStep(
             fixed_s=fixed_s, row_s=row_s, token_s=token_s, kv_token_s=kv_token_s, pair_s=pair_s
         )
         steps_s = sum(took_s for *_, took_s in self.alone) * ANSWER
-        steps_s += sum(took_s - front_s for _, took_s in self.prompts)
-        return Fit(step, front_s, self.processor_s / steps_s)
+        steps_s += sum(s - front_s - front_token_s * tokens for tokens, _, s in self.prompts)
+        busy_s = self.processor_s - self.idle_share * self.span_s
+        return Fit(step, front_s, front_token_s, max(busy_s, 0.0) / steps_s, self.idle_share)
 
     def __add__(self, other: "Timed") -> "Timed":
         """Both."""
@@ -93,6 +115,8 @@ class Timed:
             self.together + other.together,
             self.prompts + other.prompts,
             self.processor_s + other.processor_s,
+            self.span_s + other.span_s,
+            (self.idle_share + other.idle_share) / 2,
         )
 
 
@@ -106,12 +130,14 @@ class Calibration:
 
     def timed(self) -> Timed:
         """All of them, once."""
-        began_s = self._workers.processor_s()
+        idle_share = self._workers.idle_share()
+        began_s, since_s = self._workers.processor_s(), time.perf_counter()
         alone = tuple(self._decode(1, tokens) for tokens in CONTEXTS)
         prompts = [one for tokens in PROMPTS for one in self._prompts(tokens)]
         busy_s = self._workers.processor_s() - began_s
+        span_s = time.perf_counter() - since_s
         together = [self._decode(lanes, tokens) for lanes in LANES for tokens in CONTEXTS]
-        return Timed(alone, tuple(together), tuple(prompts), busy_s)
+        return Timed(alone, tuple(together), tuple(prompts), busy_s, span_s, idle_share)
 
     def _decode(self, lanes: int, tokens: int) -> Decoded:
         """So many answers at a time, each after so many tokens."""
@@ -123,9 +149,17 @@ class Calibration:
         ]
         return max(lanes / WORKERS, 1.0), tokens + ANSWER / 2, float(np.median(pauses))
 
-    def _prompts(self, tokens: int) -> list[tuple[int, float]]:
+    def _prompts(self, tokens: int) -> list[Prompted]:
+        """Three prompts, and each once more, when the workers have its KV."""
+        first = self._number
         done = self._ask([(tokens, 1)] * 3, lanes=1)
-        return [(one.prompt_tokens, one.ttft_s) for one in done if one.ttft_s is not None]
+        self._number = first
+        done += self._ask([(tokens, 1)] * 3, lanes=1)
+        return [
+            (one.prompt_tokens, one.cached_tokens, one.ttft_s)
+            for one in done
+            if one.ttft_s is not None
+        ]
 
     def _ask(self, requests: Sequence[tuple[int, int]], lanes: int) -> list[Outcome]:
         sessions = []
@@ -151,6 +185,12 @@ class Workers:
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def idle_share(self) -> float:
+        """Processor seconds in a second in which nobody asks anything."""
+        began_s = self.processor_s()
+        time.sleep(IDLE_S)
+        return (self.processor_s() - began_s) / IDLE_S
 
 
 def _fitted(columns: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
@@ -178,10 +218,13 @@ def played(load: Workload, outcomes: Sequence[Outcome], fit: Fit) -> Workload:
     for session in load.sessions:
         turns, length = [], 0
         prefix = min(round(session.prefix_tokens / 64), by_session[session.name][0].prompt_tokens)
-        for turn, one in zip(session.turns, by_session[session.name], strict=True):
+        asked = by_session[session.name]
+        following = [*asked[1:], asked[-1]]
+        for turn, one, after in zip(session.turns, asked, following, strict=True):
             append = max(one.prompt_tokens - (length or prefix), 0)
             output = max(one.output_tokens, 1)
-            pause_s = turn.pause_s + fit.front_s  # what the front end adds comes before the next
+            # what the front end adds to the next request comes before it
+            pause_s = turn.pause_s + fit.before(after.prompt_tokens)
             turns.append(replace(turn, append_tokens=append, output_tokens=output, pause_s=pause_s))
             length = one.prompt_tokens + output
         sessions.append(replace(session, turns=tuple(turns), prefix_tokens=prefix))
@@ -211,8 +254,10 @@ def simulated(load: Workload, fit: Fit, kv_memory: str) -> Run:
 def figures(outcomes: Sequence[Outcome], run: Run, fit: Fit, busy_s: float) -> dict[str, Pair]:
     """Measured and predicted, by name."""
     real, records = summary(outcomes), run.records
-    ttft = spread(one.ttft_s + fit.front_s for one in records if one.ttft_s is not None)
-    e2e = spread(one.e2e_s + fit.front_s for one in records if one.e2e_s is not None)
+    before = [fit.before(one.prompt_tokens) for one in records]
+    pairs = list(zip(records, before, strict=True))
+    ttft = spread(one.ttft_s + front_s for one, front_s in pairs if one.ttft_s is not None)
+    e2e = spread(one.e2e_s + front_s for one, front_s in pairs if one.e2e_s is not None)
     prompt = sum(one.prompt_tokens for one in records)
     computed = sum(one.computed_tokens for one in records)
     steps_s = sum(worker.busy_s for worker in run.cluster.workers.values())
@@ -223,7 +268,10 @@ def figures(outcomes: Sequence[Outcome], run: Run, fit: Fit, busy_s: float) -> d
         "end to end p90, s": (real.e2e.p90, e2e.p90),
         "requests/s": (real.requests_per_s, len(records) / run.makespan_s),
         "hit ratio": (real.cached_share, 1 - computed / prompt),
-        "workers' processor s": (busy_s, fit.processor_share * steps_s),
+        "workers' processor s": (
+            busy_s,
+            fit.processor_share * steps_s + fit.idle_share * run.makespan_s,
+        ),
     }
 
 
@@ -252,7 +300,7 @@ def main() -> None:
         print(f"| {name} | {real:.3g} | {predicted:.3g} | {predicted / real - 1:+.0%} |")
     print(f"\n{fit}\na prompt of 300 tokens, then 8 rows' step, by the fit before and after:")
     for one in (before.fit(), after.fit()):
-        prompt_s = one.front_s + measured(one).step_s(0, 0.0, 300, 300**2 / 2)
+        prompt_s = one.before(300) + measured(one).step_s(0, 0.0, 300, 300**2 / 2)
         print(f"{prompt_s:.3f} s, {measured(one).step_s(8, 0.0):.4f} s")
 
 
