@@ -5,9 +5,10 @@ is one, from its SSD. A block that moves between the two changes nothing for tho
 
 The feed is a stream of JSON lines (`GET /feed?epoch=E&after=S`), the same from a pool daemon and
 from a worker. To who asks with `sum=xxh3` each line is the XXH3-64 of its JSON (16 hexadecimal
-digits), a space and the JSON; a line that is not what was sent ends the stream. It starts with a `FeedHello`. If the follower's `(epoch, after)` is still in the
-owner's log, `FeedBatch` lines follow from `after + 1`; otherwise the snapshot comes first, in
-`FeedSnapshotPage` lines, and the batches continue from its `seq`.
+digits), a space and the JSON; a line that is not what was sent ends the stream. It starts with a
+`FeedHello`. If the follower's `(epoch, after)` is still in the owner's log, `FeedBatch` lines
+follow from `after + 1`; otherwise the snapshot comes first, in `FeedSnapshotPage` lines, and the
+batches continue from its `seq`.
 """
 
 from pathlib import Path
