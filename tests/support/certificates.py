@@ -23,7 +23,7 @@ class Authority:
             *_new_key(self._key, self.certificate),
         )
 
-    def issue(self, folder: Path, *, host: str = "IP:127.0.0.1", name=None) -> TlsFiles:
+    def issue(self, folder: Path, *, host: str = "IP:127.0.0.1", name=None, days=1) -> TlsFiles:
         """A certificate for `host`, with its key and the CA's certificate, written to `folder`."""
         folder.mkdir(exist_ok=True)
         key, request, names = folder / "key.pem", folder / "request.pem", folder / "names"
@@ -31,7 +31,7 @@ class Authority:
         _openssl("req", "-nodes", "-subj", "/CN=a daemon", *_new_key(key, request))
         certificate, ca = folder / "certificate.pem", folder / "ca.pem"
         _openssl(
-            *("x509", "-req", "-days", "1", "-CAcreateserial", "-extfile", names, "-in", request),
+            *("x509", "-req", "-days", days, "-CAcreateserial", "-extfile", names, "-in", request),
             *("-CA", self.certificate, "-CAkey", self._key, "-out", certificate),
         )
         ca.write_bytes(self.certificate.read_bytes())

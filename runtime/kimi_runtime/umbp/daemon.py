@@ -92,7 +92,7 @@ async def running(
     check(spec)
     state = DaemonState(spec.name, list(read_call_keys(spec.call_key)))
     http = PoolHttp(state, spec.feed_interval)
-    tls = None if spec.tls is None else Tls(spec.tls)
+    tls = state.tls = None if spec.tls is None else Tls(spec.tls)
     tuner = Tuner(spec, source, state, http, tls)
     for folder in {spec.socket.parent, spec.arena.parent}:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

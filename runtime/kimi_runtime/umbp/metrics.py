@@ -51,6 +51,9 @@ class PoolMetrics(Collector):
         yield _counter(
             "reloads", "Looks at the daemon's file, by what came of them.", reloads, "how"
         )
+        if (tls := self.state.tls) is not None:
+            text = "Days until the daemon's own certificate ends; negative once it has."
+            yield _gauge("certificate_days_left", text, tls.days_left)
         if clients is not None:
             yield from _gauges(clients)
             yield from _counters(clients)

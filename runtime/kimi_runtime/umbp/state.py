@@ -8,6 +8,7 @@ from enum import StrEnum
 from kimi_runtime.errors import Unavailable
 from kimi_runtime.umbp.clients import Clients
 from kimi_runtime.umbp.remote.service import Remote
+from kimi_runtime.umbp.rpc.tls import Tls
 from kimi_runtime.umbp.serve_feed import Pulse
 
 
@@ -54,6 +55,8 @@ class DaemonState:
     reloads: Counter[str] = field(default_factory=Counter)
     """Looks at the daemon's file by what came of them: applied, unchanged, refused."""
     pulse: Pulse = field(default_factory=Pulse)
+    tls: Tls | None = None
+    """Its certificates, if it encrypts."""
 
     def refused(self) -> None:
         """Somebody called without a valid signature."""

@@ -48,6 +48,9 @@ CONNECT_S = 2.0
 FEED_SILENCE_S = 5.0
 """Owners send a heartbeat every second."""
 
+_CERTIFICATE_HAS_EXPIRED = 10
+"""X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL."""
+
 LINE_BYTES = 4 << 20
 """A page of a snapshot has 150 kB."""
 
@@ -193,9 +196,17 @@ class OwnerCalls:
                 yield response
         except TimeoutError as exc:
             raise TransferLate(f"{what} did not answer {path.split('?')[0]} in time") from exc
+        except aiohttp.ClientConnectorCertificateError as exc:
+            raise PeerGone(f"{what} {_distrust(exc.certificate_error)}") from exc
         except (aiohttp.ClientError, OSError) as exc:
             raise PeerGone(f"{what} can't be reached: {exc}") from exc
         except ValidationError as exc:
             raise ProtocolError(f"{what} sent what the wire format does not allow") from exc
         except ValueError as exc:  # a line without end, or an address that is none
             raise ProtocolError(f"{what}: {exc}") from exc
+
+
+def _distrust(why: Exception) -> str:
+    if getattr(why, "verify_code", None) == _CERTIFICATE_HAS_EXPIRED:
+        return "shows a certificate that has expired: renew it there, or correct the clock here"
+    return f"shows a certificate that is not trusted: {why}"

@@ -5,13 +5,17 @@ none, since probes and scrapers have none; who calls for more is known by the ca
 """
 
 import logging
+import math
 import ssl
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import grpc
 
+from kimi_runtime import clock
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.tls import TlsFiles
+from kimi_runtime.umbp.rpc.validity import Validity, validity_of
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,14 @@ class Tls:
         self.client_context = self._take(self._read)
         """For calls of others' HTTP faces; another one after a renewal."""
         self._complaint = ""
+        self._warned_day: int | None = None
+        self._warn()
+
+    @property
+    def days_left(self) -> float:
+        """Days until the daemon's own certificate ends, negative once it has; NaN: unreadable."""
+        validity = self._validity
+        return math.nan if validity is None else validity.days_left(clock.unix_s())
 
     def refresh(self) -> None:
         """Look at the files; new ones that fit together count from the next connection on."""
@@ -46,12 +58,14 @@ class Tls:
                 self.client_context = self._take(found)
                 self._read = found
                 self.renewals += 1
+                self._warned_day = None
                 log.info("umbp: the certificates were renewed")
             self._complaint = ""
         except ConfigError as exc:
             if str(exc) != self._complaint:
                 self._complaint = str(exc)
                 log.error("umbp: the certificates are as before: %s", exc)
+        self._warn()
 
     def server_credentials(self) -> "grpc.ServerCredentials":
         """For a gRPC server, which then follows renewals by itself."""
@@ -73,6 +87,28 @@ class Tls:
         read = self._read
         return grpc.ssl_channel_credentials(read.ca, read.key, read.certificate)
 
+    def _warn(self) -> None:
+        """Say once a day that the certificate ends soon, or has ended."""
+        now_s, validity = clock.unix_s(), self._validity
+        if validity is None or not validity.ends_soon(now_s):
+            return
+        days = math.floor(validity.days_left(now_s))
+        if days == self._warned_day:
+            return
+        self._warned_day = days
+        path, when = self.files.certificate, f"{datetime.fromtimestamp(validity.ends_s, UTC):%F %R}"
+        if validity.days_left(now_s) <= 0:
+            log.error(
+                "umbp: the certificate %s has expired on %s UTC, and others refuse it: renew it, "
+                "or correct this machine's clock",
+                *(path, when),
+            )
+        else:
+            log.warning(
+                "umbp: the certificate %s expires on %s UTC, in %.1f days: renew it",
+                *(path, when, validity.days_left(now_s)),
+            )
+
     def _take(self, found: _Read) -> ssl.SSLContext:
         """Check that the files fit together, and use them."""
         files = self.files
@@ -87,6 +123,10 @@ class Tls:
                 f"tls: {files.certificate}, {files.key} and {files.ca} are no certificate with its "
                 f"key and a CA ({exc}); write PEM files that belong together"
             ) from exc
+        try:
+            self._validity: Validity | None = validity_of(found.certificate)
+        except ValueError:  # good enough for the library that uses it
+            self._validity = None
         return client
 
 
