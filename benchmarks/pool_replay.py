@@ -66,6 +66,7 @@ kind: KimiDeployment
 metadata: {{name: replay-{arm.name}}}
 spec:
   preset: kimi-nano/cpu
+  model: {{source: random}}  # answers end where their budget does
   decode: {{replicas: 2, limits: {{kvMemory: {kv_memory}, maxWaiting: 512}}}}
   kvPool: {arm.pool}
 """

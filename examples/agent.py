@@ -2,8 +2,8 @@
 
     python examples/agent.py [--base-url http://127.0.0.1:8000/v1]
 
-The model that `make up` starts has random weights: what it says means nothing, but the call it
-makes is valid, since `tool_choice` constrains it, and each turn finds the one before it cached.
+The model that `make up` starts is too small to mean what it says, but the call it makes is valid,
+since `tool_choice` constrains it, and each turn finds the one before it cached.
 """
 
 import argparse

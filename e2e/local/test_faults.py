@@ -36,6 +36,7 @@ kind: KimiDeployment
 metadata: {{name: faults}}
 spec:
   preset: kimi-nano/cpu
+  model: {{source: random}}
   prefill: {{replicas: 1, limits: {{kvMemory: 16MiB}}}}
   decode: {{replicas: 2, limits: {{kvMemory: 16MiB}}}}
   transfer: {{backend: tcp}}
@@ -47,6 +48,7 @@ kind: KimiDeployment
 metadata: {name: two}
 spec:
   preset: kimi-nano/cpu
+  model: {source: random}
   decode: {replicas: 2, limits: {kvMemory: 16MiB}}
   kvPool: {dram: 64MiB}
   router: {policy: least_load}

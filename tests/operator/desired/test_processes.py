@@ -19,7 +19,7 @@ from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import Cost, ExplainSpec, LeastLoad, RecordSpec, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
-from kimi_runtime.spec.worker import FileWeights, RandomWeights, Role, WorkerSpec
+from kimi_runtime.spec.worker import FileWeights, PackagedWeights, RandomWeights, Role, WorkerSpec
 from rule_cases import document
 
 NANO = {"preset": "kimi-nano/cpu"}
@@ -135,7 +135,9 @@ def test_a_policy_with_reasons_starts_from_the_models_speeds_and_writes_them_dow
 
 
 def test_weights_are_drawn_or_read():
-    assert workers(planned(NANO))[0].weights == RandomWeights(seed=0)
+    assert workers(planned(NANO))[0].weights == PackagedWeights(name="kimi-nano")
+    drawn = {**NANO, "model": {"source": "random", "seed": 3}}
+    assert workers(planned(drawn))[0].weights == RandomWeights(seed=3)
     local = {**NANO, "model": {"source": "local", "path": "/m"}}
     assert workers(planned(local))[0].weights == FileWeights(path=Path("/m"))
 
