@@ -1,6 +1,6 @@
 """What the SSD log costs: writes and reads against fio, and against plain files, on the same disk.
 
-    PYTHONPATH=runtime python benchmarks/ssdlog.py [--folder DIR] [--blocks 256]
+    PYTHONPATH=runtime python benchmarks/ssdlog.py [--folder DIR] [--blocks 128]
 
 All sides move the same bytes on the same file system in pieces of one block, as many at a time, by
 positioned reads and writes of threads, into files whose space is reserved before (fio does that by
@@ -38,7 +38,7 @@ THREADS = 4
 BATCH = 32
 """Blocks handed over at a time; what a daemon's write-through does."""
 
-ENOUGH_S = 40.0
+ENOUGH_S = 30.0
 """With and without O_DIRECT each: a slow disk gets fewer rounds."""
 
 
@@ -144,7 +144,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=128)
     parser.add_argument("--block-bytes", type=parse_bytes, default=1 << 20)
     options = parser.parse_args()
     count, size = options.blocks, options.block_bytes
