@@ -35,6 +35,11 @@ class Landing:
         """Reserved and quarantined blocks, for `KvBlocks.check_integrity`."""
         return [*self._reserved.values(), self._quarantined]
 
+    @property
+    def unclaimed(self) -> int:
+        """Of the available blocks, those that nobody waits for."""
+        return self._line.unclaimed
+
     def reserved(self, request: Request) -> list[int]:
         """The blocks that bytes for the request arrive in."""
         return self._reserved.get(request.number, [])

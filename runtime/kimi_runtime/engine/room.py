@@ -49,6 +49,13 @@ class RoomLine:
         """Whether anybody waits."""
         return bool(self._places)
 
+    @property
+    def unclaimed(self) -> int:
+        """Of the available blocks, those that nobody waits for, in this line or the queue."""
+        scheduler = self._scheduler
+        short = sum(scheduler.lacks(place.request) for place in self._places)
+        return max(self._blocks.available - scheduler.lacking - short, 0)
+
     def enter(self, place: Place) -> None:
         """Grant the room at once, or take the request's blocks from it and let it wait."""
         request = place.request

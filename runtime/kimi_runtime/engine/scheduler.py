@@ -94,6 +94,15 @@ class Scheduler:
         """Tokens known and not computed, over everybody."""
         return sum(request.lacking for request in (*self._waiting, *self._running.values()))
 
+    @property
+    def lacking(self) -> int:
+        """Blocks that those in the queue do not have yet."""
+        return sum(self.lacks(request) for request in self._waiting)
+
+    def lacks(self, request: Request) -> int:
+        """Blocks it takes to hold all that is known of it, beside those it has."""
+        return max(self._blocks_for(len(request.tokens)) - len(request.blocks), 0)
+
     def check(
         self, prompt_tokens: int, max_tokens: int, *, fetching: int = 0, retry_after_s: float = 1.0
     ) -> None:
@@ -158,7 +167,7 @@ class Scheduler:
         needs no more than it reads.
         """
         before = [one for one in self._waiting if order_of(one) < order_of(request)]
-        ahead = sum(self._lacks(one) for one in before)
+        ahead = sum(self.lacks(one) for one in before)
         beyond = max(self._blocks_for(len(request.tokens)) - total, 0)
         draft = _Draft(0)
         while self.blocks.available < needed + beyond + ahead + self.running:
@@ -274,7 +283,7 @@ class Scheduler:
 
         Alone, a request may start with less: it advances as pins end.
         """
-        lacking = self._lacks(request)
+        lacking = self.lacks(request)
         while self.blocks.available < lacking + self.running:
             if self._strip_waiting(behind=request) or self._preempt_background(request, draft):
                 continue
@@ -357,10 +366,6 @@ class Scheduler:
         if not request.samples and not request.lacking:
             del self._running[request.number]
             self._completed.append(request)
-
-    def _lacks(self, request: Request) -> int:
-        """Blocks it takes to hold all that is known of it, beside those it has."""
-        return max(self._blocks_for(len(request.tokens)) - len(request.blocks), 0)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_tokens)

@@ -50,6 +50,11 @@ class Reader:
         """Whether somebody waits for room to read into."""
         return self._line.waiting
 
+    @property
+    def unclaimed(self) -> int:
+        """Of the worker's available blocks, those that nobody waits for."""
+        return self._line.unclaimed
+
     def begin(self, work: Work) -> None:
         """Give the request what KV there is, then schedule it."""
         request = work.request

@@ -193,7 +193,7 @@ class SimWorker:
             waiting=scheduler.waiting + len(reading),
             running=scheduler.running,
             queued_tokens=scheduler.queued_tokens + sum(one.to_compute for one in reading),
-            free_blocks=self.blocks.available,
+            free_blocks=self.reader.unclaimed,
             total_blocks=self.blocks.total,
             steps=self.steps,
             last_request={"router": self.last_request} if self.last_request else {},

@@ -179,7 +179,7 @@ class LoadReport(ReportModel):
     running: NonNegativeInt
     queued_tokens: NonNegativeInt = Field(description="Prompt tokens admitted but not computed.")
     free_blocks: NonNegativeInt = Field(
-        description="Blocks that could be taken, cached ones included."
+        description="Blocks that could be taken, cached ones included, and that nobody waits for."
     )
     total_blocks: PositiveInt
     steps: NonNegativeInt

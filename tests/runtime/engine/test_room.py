@@ -111,6 +111,19 @@ def prompt(own: int, size: int, shared: int = 0) -> list[int]:
     return ([1] * shared + [own + 2] * size)[:size]
 
 
+def test_blocks_that_somebody_waits_for_are_not_said_to_be_free():
+    bench = Bench(8)
+    first = bench.arrive(prompt(1, 5 * SIZE), 4)
+    assert bench.line.unclaimed == 8 - 4, "what it was granted to read into"
+    bench.arrive(prompt(2, 6 * SIZE), 4)
+    assert list(bench.waiting) == [2]
+    assert bench.blocks.available > bench.line.unclaimed == 0
+    while first.number in bench.open:
+        bench.tick()
+    bench.finish()
+    assert bench.line.unclaimed == bench.blocks.total
+
+
 ARRIVALS = st.lists(
     st.tuples(
         st.integers(1, 40),  # tokens of the prompt

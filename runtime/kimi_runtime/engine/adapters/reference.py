@@ -85,7 +85,7 @@ class ReferenceAdapter:
             waiting=self._scheduler.waiting + self._fetching,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens + sum(reading),
-            free_blocks=self._scheduler.blocks.available,
+            free_blocks=self._parts.landing.unclaimed,
             total_blocks=self._scheduler.blocks.total,
             steps=self._counters.steps,
             last_request=dict(self._intake.last_request),
