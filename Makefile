@@ -33,7 +33,7 @@ status: $(VENV)/.run-stamp
 	$(BIN)/kimistack status
 
 test: $(VENV)/.dev-stamp
-	$(BIN)/pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev-stamp
 	$(BIN)/ruff format --check .

@@ -1,11 +1,13 @@
 """What must be settled before any test module is imported."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 
 def has_gpu() -> bool:
@@ -22,12 +24,22 @@ if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one process runs of a file, when several share the tests: all of it, and one runs all
-    that need the cluster, of which there is one.
+class ByFile(LoadFileScheduling):
+    """Where several processes share the tests: a file's are run by one of them, and all files that
+    need the cluster by the same one, since there is one cluster.
     """
-    for item in items:
-        clustered = item.get_closest_marker("cluster") is not None
-        group = "cluster" if clustered else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "cluster" if needs_cluster(pathlib.Path(__file__).parents[1] / file) else file
+
+
+@functools.cache
+def needs_cluster(file: pathlib.Path) -> bool:
+    """Whether the file has tests that are marked so."""
+    return "mark.cluster" in file.read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    """See `ByFile`."""
+    return ByFile(config, log)

@@ -78,7 +78,9 @@ class RoomLine:
             place.granted(fresh)
 
     def _fits(self, place: Place) -> bool:
-        needed = self._blocks.needed(place.keys, place.total)
+        def needed() -> int:
+            return self._blocks.needed(place.keys, place.total)
+
         return self._scheduler.make_room(place.request, needed, total=place.total)
 
 

@@ -12,7 +12,7 @@ next one is the lowest. The queue is served strictly by rank.
 """
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,8 +158,9 @@ class Scheduler:
         else:
             self._strip(request)
 
-    def make_room(self, request: Request, needed: int, *, total: int) -> bool:
-        """Whether a request that is to be read for may have `needed` of the available blocks now.
+    def make_room(self, request: Request, needed: Callable[[], int], *, total: int) -> bool:
+        """Whether a request that is to be read for may have `needed()` of the available blocks now.
+        It is asked again after blocks were taken from others: some may be those it shares.
 
         With them it holds `total`. It may have what `plan` would let it start with: all that its
         tokens take, beside a block of growth for each of the running and what those lack who wait
@@ -170,14 +171,14 @@ class Scheduler:
         ahead = sum(self.lacks(one) for one in before)
         beyond = max(self._blocks_for(len(request.tokens)) - total, 0)
         draft = _Draft(0)
-        while self.blocks.available < needed + beyond + ahead + self.running:
+        while self.blocks.available < needed() + beyond + ahead + self.running:
             if self._in_flight or not (
                 self._strip_waiting(behind=request) or self._preempt_background(request, draft)
             ):
                 break
         else:
             return True
-        return not self.running and not before and self.blocks.available >= needed
+        return not self.running and not before and self.blocks.available >= needed()
 
     def take_completed(self) -> list[Request]:
         """Requests that do not sample and whose prompt is computed; each is told once.

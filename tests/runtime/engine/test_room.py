@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kimi_runtime.engine.blocks import KvBlocks
@@ -139,6 +139,14 @@ ARRIVALS = st.lists(
 )
 
 
+SHARED_WITH_WHO_IS_STRIPPED = [
+    (21, 0, 2, Priority.INTERACTIVE, 5, 0, 0),
+    (13, 12, 1, Priority.BACKGROUND, 3, 0, 1),
+    (33, 12, 1, Priority.INTERACTIVE, 8, 0, 0),
+]
+
+
+@example(arrivals=SHARED_WITH_WHO_IS_STRIPPED, blocks=13, step_tokens=1, max_running=1)
 @settings(max_examples=60, deadline=None)
 @given(
     arrivals=ARRIVALS,
