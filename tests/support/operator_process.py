@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from kimi_operator.local.machine import free_ports
 
 ENDS_WITHIN_S = 60.0
 
@@ -29,7 +30,7 @@ class OperatorProcess:
 
     async def start(self) -> None:
         """Begin, or begin anew."""
-        self.port = _free_port()
+        self.port = free_ports("127.0.0.1", 1)[0]
         env = {
             **os.environ,
             "KUBECONFIG": str(self.kubeconfig),
@@ -81,9 +82,3 @@ async def kept_running(operator: OperatorProcess) -> AsyncIterator[OperatorProce
         finally:
             keeper.cancel()
             await operator.aclose()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import signal
 import socket
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from kimi_operator.desired.processes import Machine
 from kimi_runtime.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_PORTS = range(10_240, 20_000)
 
 
 def measure(shm: Path) -> Machine:
@@ -59,20 +61,30 @@ def require_free(host: str, port: int, how_to_change: str) -> None:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports nobody listens on, distinct from each other. ConfigError if there are not so many."""
+    """Ports nobody listens on, distinct from each other. ConfigError if there are not so many.
+
+    They are below those that Linux gives to connections: none of these takes one before the process
+    it is meant for listens on it.
+    """
     ports: list[int] = []
+    reason = "the others are taken"
     with ExitStack() as held:
-        try:
-            for _ in range(count):
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                return ports
+            try:
                 probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-                probe.bind((host, 0))
-                ports.append(int(probe.getsockname()[1]))
-        except OSError as exc:
-            raise ConfigError(
-                f"{count} processes need a port each, but only {len(ports)} could be had "
-                f"({exc.strerror}); lower the replicas"
-            ) from exc
-    return ports
+                probe.bind((host, port))
+            except OSError as exc:
+                if exc.errno == errno.EADDRINUSE:
+                    continue
+                reason = exc.strerror or str(exc)
+                break
+            ports.append(port)
+    raise ConfigError(
+        f"{count} processes need a port each, but only {len(ports)} could be had ({reason}); lower "
+        "the replicas"
+    )
 
 
 def started_ticks(pid: int) -> int | None:

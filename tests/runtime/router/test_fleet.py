@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from kimi_operator.local.machine import free_ports
 from kimi_runtime.engine.adapters.scripted import Pace
 from kimi_runtime.engine.adapters.scripts import Reply
 from kimi_runtime.protocol.chat import Chat, Message
-from kimi_runtime.server.serve import bind
 from kimi_runtime.spec.router import PoolEndpoint, RouterSpec, WorkerEndpoint
 from kimi_runtime.spec.worker import Role
 from kimi_runtime.umbp.feed import FollowState
@@ -36,8 +36,7 @@ def hello(request):
 
 
 def free_port():
-    with bind("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
+    return free_ports("127.0.0.1", 1)[0]
 
 
 def spec_of(folder, endpoints, **options):
