@@ -6,14 +6,13 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from kimi_operator.observed import DEPLOYMENT_LABEL, ObjectKey
-from nano import DEPLOYMENT, NAME, NAMESPACE, READY_S, ask, engines, router_url, serving
+from kimi_operator.observed import ObjectKey
+from nano import DEPLOYMENT, NAMESPACE, POOLS, READY_S, ask, engines, router_url, serving
 from nodes import Manifest, Nodes
 from samples import Samples
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 HEARD_S = 30.0
-POOLS = f"{DEPLOYMENT_LABEL}%3D{NAME},app.kubernetes.io/component%3Dumbp"
 STEPS = "kimistack_worker_steps_total"
 
 

@@ -15,6 +15,7 @@ DEPLOYMENT = ObjectKey("kimistack.dev/v1alpha1", "KimiDeployment", NAMESPACE, NA
 OWNED = f"{DEPLOYMENT_LABEL}%3D{NAME}"
 ENGINES = f"{OWNED},app.kubernetes.io/component%3Dengine"
 ROUTERS = f"{OWNED},app.kubernetes.io/component%3Drouter"
+POOLS = f"{OWNED},app.kubernetes.io/component%3Dumbp"
 PREFLIGHTS = f"{OWNED},app.kubernetes.io/component%3Dpreflight"
 
 

@@ -158,8 +158,8 @@ def _copied(
 
     A piece is tagged right after it was copied, while it is in the processor's cache.
     """
-    whole = len(into) == len(source) == 1
-    spans = [] if whole else _spans(into, source)
+    in_one = len(into) == len(source) == 1
+    spans = [] if in_one else _spans(into, source)
     tags, start = [], 0
     for group, size in enumerate(groups):
         digests = []
@@ -167,7 +167,7 @@ def _copied(
             if stop():
                 return None
             end = min(at + PIECE_BYTES, start + size)
-            if whole:
+            if in_one:
                 copy_bytes(into[0][at:end], source[0][at:end])
             else:
                 _copy_stretch(spans, at, end)

@@ -2,9 +2,9 @@
 
 `FeedLog` is the owner's side, `FeedFollower` the other. Both are pure: no I/O, no clock. The wire
 format is `spec.umbp.FeedLine`, one JSON text a line behind its checksum; `Changes` are a batch
-without it. A follower
-that has applied everything up to `seq` of the same epoch is EXACT; after a gap, before the
-snapshot's end or while disconnected it is DEGRADED: what it says may be wrong, which costs a miss.
+without it. A follower that has applied everything up to `seq` of the same epoch is EXACT; after a
+gap, before the snapshot's end or while disconnected it is DEGRADED: what it says may be wrong,
+which costs a miss.
 """
 
 from collections import deque

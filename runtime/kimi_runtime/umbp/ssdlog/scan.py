@@ -116,10 +116,11 @@ class _Walk:
                     return at, at
                 at = written = at + self._log.align  # unreadable in part: step by step over it
                 continue
-            found = self._in_window(bytes(window), at)
+            data = bytes(window)
+            found = self._in_window(data, at)
             if found is not None:
                 return found, found
-            if used := len(bytes(window).rstrip(b"\0")):
+            if used := len(data.rstrip(b"\0")):
                 written = min(at + on_disk.padded(used, self._log.align), self.size)
             at += on_disk.padded(window.nbytes, self._log.align)
         return self.size, written
