@@ -89,7 +89,7 @@ class Arena:
         self.table = self._view[head : head + shape.cells.table_bytes]
         """The directory's cells."""
         self.directory = Directory(self.table, shape.cells)
-        self._chunks: set[int] | None = set()
+        self._chunks: set[int] | None = set()  # mapped in; None: nothing is left to ask for
         self._descriptor = descriptor
         self._closed = weakref.finalize(self, os.close, descriptor)
         if hasattr(mmap, "MADV_DONTFORK"):
@@ -167,6 +167,7 @@ class Arena:
             if stop():
                 return
             self._map_in(at, min(_CHUNK_BYTES, len(self._view) - at))
+        self._chunks = None
 
     def _map_in(self, start: int, size: int) -> None:
         """Have the kernel map these bytes into this process, if it was not asked for them yet."""

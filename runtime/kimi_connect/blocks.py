@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kimi_connect.arena import Arena
 from kimi_connect.copying import copy_bytes
+from kimi_connect.directory import Entry
 from kimi_connect.tags import Leaves, block_tags, tag_of_leaves
 from kimi_connect.wire import Granted, GroupTag, PinnedBlock
 
@@ -41,10 +42,18 @@ def copy_out(
 
     Checking the copy, not the arena, leaves no moment at which the bytes could still change.
     """
-    for position, (key, block, target) in enumerate(zip(keys, pinned, into, strict=False)):
-        matches = _copied_out(arena, key, block, target, leaves, stop)
-        if not matches:
-            return CopiedOut(position, None if matches is None else position)
+    for position, (block, copy) in enumerate(
+        zip(
+            pinned,
+            [_out(arena, *one) for one in zip(keys, pinned, into, strict=False)],
+            strict=False,
+        )
+    ):
+        tags = None if copy is None else _copied(copy, leaves, stop)
+        if copy is not None and tags is None:
+            return CopiedOut(position)
+        if tags != _tags_of(block):
+            return CopiedOut(position, position)
     return CopiedOut(min(len(pinned), len(into)))
 
 
@@ -61,17 +70,12 @@ def copy_local(
     its pages were its own all the time, and its tags say that the bytes are the key's. Whatever is
     not so ends the run; the daemon knows more.
     """
-    for position, (key, target) in enumerate(zip(keys, into, strict=False)):
-        entry = arena.directory.find(key)
-        if entry is None:
+    listed = _listed(arena, keys, into)
+    for position, (entry, copy) in enumerate(listed):
+        tags = _copied(copy, leaves, stop)
+        if tags != _tags_of(entry.block) or not arena.directory.unchanged(entry):
             return position
-        try:
-            matches = _copied_out(arena, key, entry.block, target, leaves, stop)
-        except ValueError:  # pages outside the arena: no entry of ours
-            return position
-        if not matches or not arena.directory.unchanged(entry):
-            return position
-    return min(len(keys), len(into))
+    return len(listed)
 
 
 def copy_in(
@@ -87,15 +91,18 @@ def copy_in(
 
     Tags are of the source: bytes that change on their way are found by whoever reads them.
     """
-    written: list[tuple[int, tuple[GroupTag, ...]]] = []
+    copies = []
     for key, grant, block in zip(keys, granted, blocks, strict=False):
         source = flat(block)
-        groups = group_bytes or (source.nbytes,)
+        groups = tuple(group_bytes) or (source.nbytes,)
         parts = list(arena.parts(grant.extents, source.nbytes))
-        tags = _copied(key, groups, parts, [source], leaves, stop, checked=source)
+        copies.append(_Copy(key, groups, _cut(groups, parts, [source], checked=source)))
+    written: list[tuple[int, tuple[GroupTag, ...]]] = []
+    for grant, copy in zip(granted, copies, strict=False):
+        tags = _copied(copy, leaves, stop)
         if tags is None:
-            return written
-        written.append((grant.generation, tuple(map(GroupTag, groups, tags))))
+            break
+        written.append((grant.generation, tuple(map(GroupTag, copy.groups, tags))))
     return written
 
 
@@ -126,66 +133,104 @@ def whole(parts: Sequence[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
-def _copied_out(
-    arena: Arena,
-    key: bytes,
-    block: PinnedBlock,
-    target: memoryview,
-    leaves: Leaves,
-    stop: Stop,
-) -> "bool | None":
-    """Whether a copy of the block matches its tags; None if it was stopped."""
+class _Copy(NamedTuple):
+    """One block's copy, cut up: for each layer group, what is tagged after which copies.
+
+    All of a batch is looked up and cut up before the first byte of it is copied. Behind a copy
+    that has filled the processor's caches, the same lines take several times as long.
+    """
+
+    key: bytes
+    groups: "tuple[int, ...]"
+    pieces: "list[list[tuple[memoryview, list[tuple[memoryview, memoryview]]]]]"
+
+
+def _listed(
+    arena: Arena, keys: Sequence[bytes], into: Sequence[memoryview]
+) -> "list[tuple[Entry, _Copy]]":
+    """The leading blocks that the directory lists and that fit."""
+    listed = []
+    for key, target in zip(keys, into, strict=False):
+        entry = arena.directory.find(key)
+        if entry is None:
+            break
+        try:
+            copy = _out(arena, key, entry.block, target)
+        except ValueError:  # pages outside the arena: no entry of ours
+            break
+        if copy is None:
+            break
+        listed.append((entry, copy))
+    return listed
+
+
+def _out(arena: Arena, key: bytes, block: PinnedBlock, target: memoryview) -> "_Copy | None":
+    """The copy of a block into `target`; None if it has another size."""
     target = flat(target)
-    sizes = [size for size, _ in block.tags]
-    if block.size != target.nbytes or sum(sizes) != block.size:
-        return False
+    groups = tuple([size for size, _ in block.tags])
+    if block.size != target.nbytes or sum(groups) != block.size:
+        return None
     parts = list(arena.parts(block.extents, block.size))
-    tags = _copied(key, sizes, [target], parts, leaves, stop, checked=target)
-    return None if tags is None else tags == tuple(tag for _, tag in block.tags)
+    return _Copy(key, groups, _cut(groups, [target], parts, checked=target))
 
 
-def _copied(
-    key: bytes,
-    groups: Sequence[int],
-    into: Sequence[memoryview],
-    source: Sequence[memoryview],
-    leaves: Leaves,
-    stop: Stop,
-    *,
-    checked: memoryview,
-) -> "tuple[bytes, ...] | None":
-    """Copy a block that lies in parts, and tag one side of it; None if it was stopped.
+def _tags_of(block: PinnedBlock) -> "tuple[bytes, ...]":
+    return tuple([tag for _, tag in block.tags])
+
+
+def _copied(copy: _Copy, leaves: Leaves, stop: Stop) -> "tuple[bytes, ...] | None":
+    """Copy a block and tag it; None if it was stopped.
 
     A piece is tagged right after it was copied, while it is in the processor's cache.
     """
-    in_one = len(into) == len(source) == 1
-    spans = [] if in_one else _spans(into, source)
-    tags, start = [], 0
-    for group, size in enumerate(groups):
+    tags = []
+    for group, pieces in enumerate(copy.pieces):
         digests = []
-        for at in range(start, start + size, PIECE_BYTES):
+        for checked, pairs in pieces:
             if stop():
                 return None
-            end = min(at + PIECE_BYTES, start + size)
-            if in_one:
-                copy_bytes(into[0][at:end], source[0][at:end])
-            else:
-                _copy_stretch(spans, at, end)
-            digests.append(leaves(checked[at:end]))
-        tags.append(tag_of_leaves(key, group, size, b"".join(digests)))
-        start += size
+            for to, of in pairs:
+                copy_bytes(to, of)
+            digests.append(leaves(checked))
+        tags.append(tag_of_leaves(copy.key, group, copy.groups[group], b"".join(digests)))
     return tuple(tags)
 
 
-def _copy_stretch(spans: "list[tuple[int, memoryview, memoryview]]", start: int, end: int) -> None:
-    """Copy the bytes from `start` to `end`, and forget the spans that lie before."""
+def _cut(
+    groups: Sequence[int],
+    into: Sequence[memoryview],
+    source: Sequence[memoryview],
+    *,
+    checked: memoryview,
+) -> "list[list[tuple[memoryview, list[tuple[memoryview, memoryview]]]]]":
+    """A block that lies in parts, on one side or the other, in pieces that end with the groups."""
+    in_one = len(into) == len(source) == 1
+    spans = [] if in_one else _spans(into, source)
+    cut, start = [], 0
+    for size in groups:
+        pieces = []
+        for at in range(start, start + size, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, start + size)
+            pairs = [(into[0][at:end], source[0][at:end])] if in_one else _stretch(spans, at, end)
+            pieces.append((checked[at:end], pairs))
+        cut.append(pieces)
+        start += size
+    return cut
+
+
+def _stretch(
+    spans: "list[tuple[int, memoryview, memoryview]]", start: int, end: int
+) -> "list[tuple[memoryview, memoryview]]":
+    """The copies of the bytes from `start` to `end`; forgets the spans that lie before."""
     while spans[0][0] + spans[0][1].nbytes <= start:
         del spans[0]
+    pairs = []
     for first, target, piece in spans:
         if first >= end:
             break
         low, high = max(start, first) - first, min(end, first + piece.nbytes) - first
-        copy_bytes(target[low:high], piece[low:high])
+        pairs.append((target[low:high], piece[low:high]))
+    return pairs
 
 
 def _spans(

@@ -24,4 +24,4 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         for start in range(0, source.nbytes, PIECE_BYTES):
             target[start : start + PIECE_BYTES] = source[start : start + PIECE_BYTES]
         return
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    np.frombuffer(target, np.uint8)[...] = np.frombuffer(source, np.uint8)

@@ -34,6 +34,10 @@ _EXTENT = struct.Struct("<QI")
 _KEY_AT = 32
 _MAX_EXTENTS = 1 << 20
 
+# a look-up is on the way of every block that an engine loads: these are what it costs less with
+_PRIORITIES = {priority.value: priority for priority in Priority}
+_group_tag, _extent = GroupTag._make, Extent._make
+
 
 class Cells(NamedTuple):
     """How many cells an arena's directory has: slots for heads, and spares."""
@@ -80,15 +84,18 @@ class Directory:
         """The block of a key, whole; None if it is not here, or being written just now."""
         if not self.cells.slots:
             return None
-        start = self.cells.slot(key) * CELL_BYTES
-        window = bytes(self._view[start : start + PROBE * CELL_BYTES])
-        found = window.find(key)
-        while found >= 0 and found % CELL_BYTES != _KEY_AT:
-            found = window.find(key, found + 1)
-        if found < 0:
-            return None
-        found -= _KEY_AT
-        entry = self._entry(start + found, window[found : found + CELL_BYTES])
+        at = self.cells.slot(key) * CELL_BYTES
+        cell = bytes(self._view[at : at + CELL_BYTES])
+        if cell[_KEY_AT : HEAD.size] != key:  # most are in the first slot of their window
+            window = bytes(self._view[at : at + PROBE * CELL_BYTES])
+            found = window.find(key)
+            while found >= 0 and found % CELL_BYTES != _KEY_AT:
+                found = window.find(key, found + 1)
+            if found < 0:
+                return None
+            found -= _KEY_AT
+            at, cell = at + found, window[found : found + CELL_BYTES]
+        entry = self._entry(at, cell)
         return entry if entry is not None and (entry.kind, entry.key) == (BLOCK, key) else None
 
     def unchanged(self, entry: Entry) -> bool:
@@ -120,16 +127,16 @@ class Directory:
         at_tags, at_extents = tenant, tenant + tags * _TAG.size
         try:
             name = body[:tenant].decode()
-            priority = Priority(priority)
-        except ValueError:
+            rank = _PRIORITIES[priority]
+        except (ValueError, KeyError):
             return None
         block = PinnedBlock(
             generation,
             size,
-            tuple(GroupTag(*tag) for tag in _TAG.iter_unpack(body[at_tags:at_extents])),
-            tuple(Extent(*extent) for extent in _EXTENT.iter_unpack(body[at_extents:need])),
+            tuple(map(_group_tag, _TAG.iter_unpack(body[at_tags:at_extents]))),
+            tuple(map(_extent, _EXTENT.iter_unpack(body[at_extents:need]))),
         )
-        entry = Entry(at, seq, kind, key, block, name, priority, tuple(spares))
+        entry = Entry(at, seq, kind, key, block, name, rank, tuple(spares))
         return entry if self.unchanged(entry) else None
 
 
