@@ -76,17 +76,21 @@ async def in_thread(
     poke: Callable[[], Awaitable[object]] | None = None,
     every_s: float = 1.0,
     executor: Executor | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> tuple[Result, bool]:
     """Run `work(stop)` in a thread until `ends_s` (of `clock.now_s`), then ask it to stop.
 
     Returns its result and whether it was stopped by the deadline (its result then says how far it
-    came). `poke` is awaited every `every_s` meanwhile. The thread, one of `executor` or of those
-    that all share, has ended when this returns or raises.
+    came). `meanwhile` is called once, while the thread wakes up, and `poke` is awaited every
+    `every_s`. The thread, one of `executor` or of those that all share, has ended when this returns
+    or raises.
     """
     stop = stop or Stop()
     future = asyncio.get_running_loop().run_in_executor(executor or _WORKERS, work, stop)
     late = False
     try:
+        if meanwhile is not None:
+            meanwhile()
         while not future.done():
             left_s = ends_s - clock.now_s()
             await asyncio.wait({future}, timeout=max(0.0, min(left_s, every_s)))

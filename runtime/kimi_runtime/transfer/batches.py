@@ -1,6 +1,7 @@
 """What every session does around a batch: bounds, deadline, counters, an end; and copies."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
 from kimi_runtime.transfer.base import LinkCounters, Span
 from kimi_runtime.transfer.plan import check_bounds, spread, total_bytes
 
-WAKING_BYTES = 2 << 20
-"""What the event loop copies itself while a sleeping thread wakes up: some 0.2 ms at most."""
+WAKING_S = 0.4e-3
+"""How long the event loop copies too, rather than rest while a sleeping thread wakes up."""
 
 _Piece = tuple[memoryview, memoryview]
 
@@ -118,14 +119,14 @@ class Batches:
             for some in pieces:
                 _copy(some, stop)
             return False
+        first, *others = [partial(_copy, some) for some in pieces]
+        ahead = partial(_copy, pieces[0], stop, for_s=WAKING_S)
         async with asyncio.TaskGroup() as streams:
             running = [
-                streams.create_task(in_thread(partial(_copy, some), ends_s=ends_s, stop=stop))
-                for some in pieces
+                streams.create_task(in_thread(copy, ends_s=ends_s, stop=stop)) for copy in others
             ]
-            await asyncio.sleep(0)  # all are on their way
-            _copy(pieces[0], stop, at_most=WAKING_BYTES)
-        return any(late for _, late in (task.result() for task in running))
+            _, late = await in_thread(first, ends_s=ends_s, stop=stop, meanwhile=ahead)
+        return late or any(late for _, late in (task.result() for task in running))
 
     def _count(self, done: bool, size: int, writes: bool, seconds: float) -> None:
         c = self.counters
@@ -150,14 +151,14 @@ def _pieces(
             yield target[to + at : to + at + piece], source[of + at : of + at + piece]
 
 
-def _copy(pieces: deque[_Piece], stop: Stop, *, at_most: int | None = None) -> None:
-    """Copy what nobody has taken yet, or at most so many bytes of it. Several threads may."""
-    left = at_most
-    while not stop() and (left is None or left > 0):
+def _copy(pieces: deque[_Piece], stop: Stop, *, for_s: float = math.inf) -> None:
+    """Copy what nobody has taken yet, or what there is time for. Several threads may."""
+    ends_s = clock.now_s() + for_s
+    while not stop():
         try:
             to, of = pieces.popleft()
         except IndexError:
             return
         copy_bytes(to, of)
-        if left is not None:
-            left -= to.nbytes
+        if clock.now_s() >= ends_s:
+            return

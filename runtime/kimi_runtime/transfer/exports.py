@@ -2,8 +2,7 @@
 
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from kimi_runtime.spec.request import RegionRef
 
@@ -24,19 +23,23 @@ class Export:
         """Its bytes, to make views of; None once it is gone."""
         return self._view
 
-    @contextmanager
-    def touched(self) -> Iterator[bool]:
+    def touched(self) -> "_Touch":
         """Around one copy that does not block: whether the region is still there."""
+        return _Touch(self)
+
+    def enter(self) -> bool:
+        """Whether it is still there, and stays until `leave`. For `touched` alone."""
         with self._idle:
             here = self._view is not None
             self._users += here
-        try:
-            yield here
-        finally:
-            with self._idle:
-                self._users -= here
-                if not self._users:
-                    self._idle.notify_all()
+        return here
+
+    def leave(self) -> None:
+        """See `enter`."""
+        with self._idle:
+            self._users -= 1
+            if not self._users:
+                self._idle.notify_all()
 
     def end(self) -> None:
         """It is gone. Returns when nobody touches its bytes any more: after one copy at most."""
@@ -44,6 +47,26 @@ class Export:
             self._view = None
             while self._users:
                 self._idle.wait()
+
+
+class _Touch:
+    __slots__ = ("_export", "_here")
+
+    def __init__(self, export: Export) -> None:
+        self._export, self._here = export, False
+
+    def __enter__(self) -> bool:
+        self._here = self._export.enter()
+        return self._here
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._here:
+            self._export.leave()
 
 
 class Exports:

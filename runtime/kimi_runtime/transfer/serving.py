@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from kimi_runtime import clock
 from kimi_runtime.errors import KimistackError
+from kimi_runtime.transfer.threshold import Threshold
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -40,6 +41,7 @@ class Connection:
         self.expires_s: float | None = clock.now_s() + HELLO_S
         self._admitted = False
         self._turn = 0
+        self._threshold = Threshold(sock)
 
     def admit(self) -> None:
         """The peer has said who it is: from now on progress earns it more time."""
@@ -59,12 +61,17 @@ class Connection:
             self._turn = 0
         return over
 
+    def expect(self, left: int) -> None:
+        """Before a wait for `left` bytes: wake us when there is enough to be worth it."""
+        self._threshold.expect(left)
+
     def receive(self, into: memoryview) -> Steps:
         """Fill `into`; ConnectionResetError if the peer closes before."""
         while into:
             try:
                 got = self.sock.recv_into(into)
             except BlockingIOError:
+                self.expect(into.nbytes)
                 yield READ
                 continue
             if not got:

@@ -22,8 +22,9 @@ from kimi_runtime.transfer.memory import Memory
 from kimi_runtime.transfer.network import NetworkSettings, address_of, listen
 from kimi_runtime.transfer.plan import spread
 from kimi_runtime.transfer.serving import Server
+from kimi_runtime.transfer.tcp_drive import Drive
 from kimi_runtime.transfer.tcp_owner import Owner
-from kimi_runtime.transfer.tcp_stream import Moving, Stream, drive
+from kimi_runtime.transfer.tcp_stream import Moving, Stream
 from kimi_runtime.transfer.workers import Workers
 
 _READER_THREADS = 64
@@ -215,9 +216,11 @@ class TcpSession:
         failures: list[TransferError],
     ) -> bool:
         """Whether one thread's part was moved in time. Its failure ends the others'."""
+        drive = Drive(moving, stop)
+        drive.start()
         try:
             moved, _ = await in_thread(
-                lambda stop: drive(moving, stop),
+                lambda _: drive.run(),
                 ends_s=ends_s,
                 stop=stop,
                 executor=self._threads,

@@ -58,16 +58,18 @@ class Owner:
             yield from connection.receive(memoryview(listed))
             places = unpack_places(listed, export.ref.size_bytes)
             if op == Op.READ:
-                yield from _read(connection, export, places)
+                view = export.view
+                if view is None:  # the end of the connection wakes who waits for more bytes
+                    yield from connection.send(bytes([Status.GONE]))
+                    return
+                yield from _read(connection, export, view, places)
             else:
                 yield from _write(connection, export, places)
 
 
-def _read(connection: Connection, export: Export, places: Sequence[tuple[int, int]]) -> Steps:
-    view = export.view
-    if view is None:
-        yield from connection.send(bytes([Status.GONE]))
-        return
+def _read(
+    connection: Connection, export: Export, view: memoryview, places: Sequence[tuple[int, int]]
+) -> Steps:
     opening, closing = memoryview(bytes([Status.OK])), memoryview(bytearray(1))
     for window in windows(view, places, _WINDOW_BYTES, before=opening, after=closing):
         left = window
@@ -76,7 +78,7 @@ def _read(connection: Connection, export: Export, places: Sequence[tuple[int, in
                 closing[0] = Status.OK if here else Status.GONE
                 sent = _send(connection, left if here else _stand_ins(_ZEROS, left, closing))
             left = advance(left, sent)
-            if not sent or connection.moved(sent):
+            if connection.moved(sent) or left:  # the system takes no more for now
                 yield WRITE
 
 
@@ -88,13 +90,15 @@ def _write(connection: Connection, export: Export, places: Sequence[tuple[int, i
             for at in range(0, size, _WINDOW_BYTES):
                 yield from connection.receive(nowhere[: min(_WINDOW_BYTES, size - at)])
     else:
+        missing = sum(size for _, size in places)
         for window in windows(view, places, _WINDOW_BYTES):
             left = window
             while left:
                 with export.touched() as here:
                     got = _receive(connection, left if here else _stand_ins(nowhere, left))
-                left = advance(left, got)
-                if not got or connection.moved(got):
+                left, missing = advance(left, got), missing - got
+                if connection.moved(got) or left:  # no more has come
+                    connection.expect(max(missing, 1))
                     yield READ
     status = Status.OK if export.writable else Status.READ_ONLY
     yield from connection.send(bytes([Status.GONE if export.view is None else status]))

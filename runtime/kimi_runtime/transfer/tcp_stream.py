@@ -1,22 +1,23 @@
 """One stream of a tcp session: a connection to a peer's region and what is said on it; for threads.
 
 What moves is a generator, as on the owner's side (`serving`): it yields `READ` or `WRITE` where its
-socket is not ready, so that one thread serves several streams (`drive`).
+socket is not ready, and `BLOCKS` before it takes longer, so that one thread serves several streams
+(`tcp_drive`).
 """
 
-import select
 import socket
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 
-from kimi_runtime.errors import PeerGone, RegionGone, TransferError
+from kimi_runtime.errors import PeerGone, RegionGone
 from kimi_runtime.spec.request import RegionRef
 from kimi_runtime.transfer.background import Stop
 from kimi_runtime.transfer.base import Span
 from kimi_runtime.transfer.dialling import abort, dial
 from kimi_runtime.transfer.handshake import receive_exactly
 from kimi_runtime.transfer.network import NetworkSettings
+from kimi_runtime.transfer.plan import total_bytes
 from kimi_runtime.transfer.serving import READ, WRITE
 from kimi_runtime.transfer.tcp_wire import (
     MAX_SPANS,
@@ -29,13 +30,16 @@ from kimi_runtime.transfer.tcp_wire import (
     pack_request,
     windows,
 )
+from kimi_runtime.transfer.threshold import Threshold
 
 Moving = Generator[int, None, bool]
 """What a stream does; at the end, whether all was moved."""
 
+BLOCKS = 0
+"""What comes next takes longer than an event loop could wait."""
+
 _WINDOW_BYTES = 8 << 20
 _ABORT = struct.pack("ii", 1, 0)
-_POLLED = {READ: select.POLLIN, WRITE: select.POLLOUT}
 
 
 class Stream:
@@ -64,6 +68,7 @@ class Stream:
             raise RegionGone(self._gone())
         sock.setblocking(False)
         self._sock, self.writable = sock, bool(writable)
+        self._threshold = Threshold(sock)
         return sock
 
     def fileno(self) -> int:
@@ -100,14 +105,13 @@ class Stream:
         self, spans: Sequence[Span], local: memoryview, writes: bool, stop: Stop, *, last: bool
     ) -> Moving:
         """Whether they were moved; False: the connection broke, or `stop` came."""
-        move: Callable[
-            [socket.socket, Sequence[Span], memoryview, Stop], Generator[int, None, Status | None]
-        ]
         move = _write if writes else _read
+        if writes or self._sock is None:
+            yield BLOCKS
         try:
             sock = self.connect(stop)
             with stop.waking(lambda: abort(sock)):
-                status = yield from move(sock, spans, local, stop)
+                status = yield from move(sock, self._threshold, spans, local, stop)
         except (OSError, PeerGone) as exc:
             self.close(abortive=True)
             if stop() or not last:
@@ -134,53 +138,22 @@ class Stream:
         )
 
 
-def drive(parts: Sequence[tuple[Stream, Moving]], stop: Stop) -> bool:
-    """Run them in this thread until all have ended; whether all was moved.
-
-    The first that fails ends the others by `stop`; what it raised is raised in the end.
-    """
-    poll = select.poll()
-    waiting: dict[int, tuple[Stream, Moving]] = {}
-    ready, whole, failure = list(parts), True, None
-    try:
-        while ready:
-            for stream, steps in ready:
-                try:
-                    want = next(steps)
-                except StopIteration as ended:
-                    whole &= ended.value
-                except TransferError as exc:
-                    failure = failure or exc
-                    stop.set()
-                else:
-                    waiting[stream.fileno()] = (stream, steps)
-                    poll.register(stream, _POLLED[want])
-            ready = []
-            for descriptor, _ in poll.poll() if waiting else ():
-                poll.unregister(descriptor)
-                ready.append(waiting.pop(descriptor))
-    finally:
-        for _, steps in parts:
-            steps.close()
-    if failure is not None:
-        raise failure
-    return whole
-
-
 def _read(
-    sock: socket.socket, spans: Sequence[Span], into: memoryview, stop: Stop
+    sock: socket.socket, threshold: Threshold, spans: Sequence[Span], into: memoryview, stop: Stop
 ) -> Generator[int, None, Status | None]:
     """None: stopped half way."""
     yield from _send(sock, [memoryview(pack_request(Op.READ, spans))], stop)
     opening, closing = memoryview(bytearray(1)), memoryview(bytearray(1))
     places = [(span.local, span.size) for span in spans]
+    missing = total_bytes(spans) + opening.nbytes + closing.nbytes
     for window in windows(into, places, _WINDOW_BYTES, before=opening, after=closing):
         left = window
         while left:
+            threshold.expect(missing)
+            yield READ
             try:
                 got, _, _, _ = sock.recvmsg_into(left)
             except BlockingIOError:
-                yield READ
                 continue
             if stop():
                 return None
@@ -188,12 +161,12 @@ def _read(
                 raise ConnectionResetError("the peer closed the connection")
             if opening[0] != Status.OK:
                 return Status(opening[0])
-            left = advance(left, got)
+            left, missing = advance(left, got), missing - got
     return Status(closing[0])
 
 
 def _write(
-    sock: socket.socket, spans: Sequence[Span], data: memoryview, stop: Stop
+    sock: socket.socket, threshold: Threshold, spans: Sequence[Span], data: memoryview, stop: Stop
 ) -> Generator[int, None, Status | None]:
     """None: stopped half way."""
     request = memoryview(pack_request(Op.WRITE, spans))
@@ -201,6 +174,7 @@ def _write(
     for window in windows(data, places, _WINDOW_BYTES, before=request):
         yield from _send(sock, window, stop)
     answer = bytearray(1)
+    threshold.expect(len(answer))
     while not stop():
         try:
             if not sock.recv_into(answer):
