@@ -217,13 +217,13 @@ class TcpSession:
     ) -> bool:
         """Whether one thread's part was moved in time. Its failure ends the others'."""
         drive = Drive(moving, stop)
-        drive.start()
         try:
             moved, _ = await in_thread(
                 lambda _: drive.run(),
                 ends_s=ends_s,
                 stop=stop,
                 executor=self._threads,
+                meanwhile=drive.start,
             )
         except TransferError as exc:
             failures.append(exc)

@@ -1,6 +1,7 @@
 """One thread that runs several streams of a tcp session, each as its bytes come."""
 
 import select
+import threading
 from collections.abc import Iterable, Sequence
 
 from kimi_runtime.errors import TransferError
@@ -21,15 +22,20 @@ class Drive:
         self._ready: list[Part] = list(parts)
         self._left, self._whole = len(parts), True
         self._failure: TransferError | None = None
+        self._started = threading.Event()
 
     def start(self) -> None:
         """Do what takes no time, such as asking for what is to be read: in an event loop, while
         the thread that is to `run` wakes up.
         """
-        self._ready = self._resume(self._ready)
+        try:
+            self._ready = self._resume(self._ready)
+        finally:
+            self._started.set()
 
     def run(self) -> bool:
         """Do the rest; whether all was moved. Raises what the first that failed has raised."""
+        self._started.wait()
         try:
             while self._left:
                 self._ready = self._resume(self._ready or self._waits.ready())
