@@ -58,7 +58,8 @@ class Router(ApiModel):
     session_admission: Literal["Enabled", "Disabled"] | None = Field(
         None,
         description="Whether a new session waits until there is KV memory for it, so that sessions "
-        "do not evict each other; none: with the policy `cost` only.",
+        "do not evict each other; none: with the policy `cost`, where no UMBP pool keeps what "
+        "workers evict.",
     )
     thinking: bool = presettable(
         True, "Whether a request that does not say so thinks before it answers."

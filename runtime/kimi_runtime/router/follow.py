@@ -67,6 +67,11 @@ class Feeds:
         """Names of everybody who is followed."""
         return list(self._clients)
 
+    @property
+    def pooled(self) -> bool:
+        """Whether there is a pool."""
+        return bool(self._pools)
+
     def pools_of(self, node: str) -> set[str]:
         """The pools that a worker on the node uses; of one that names no node any may be."""
         return self._pools & {node} if node else set(self._pools)

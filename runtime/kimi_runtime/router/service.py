@@ -104,7 +104,7 @@ class Router:
         admits = spec.sessions.enabled
         self.gate = SessionGate(
             spec.sessions,
-            lambda: kv_capacity(self.fleet, self.ledger),
+            self._session_memory,
             enabled=isinstance(spec.policy, Cost) if admits is None else admits,
         )
         self.hints = Hints(self.feeds.pool)
@@ -234,6 +234,16 @@ class Router:
         self.readiness.wake()
         self.parking.look()
         self.gate.wake()
+
+    def _session_memory(self) -> int | None:
+        """Tokens of KV that sessions share; None where it bounds them no more, or nobody knows.
+
+        What workers evict a pool keeps: with one, sessions beyond the workers' memory cost reads,
+        and holding them back costs far more. Whoever enables admission bounds them anyway.
+        """
+        if self.spec.sessions.enabled is None and self.feeds.pooled:
+            return None
+        return kv_capacity(self.fleet, self.ledger)
 
     async def probe(self) -> None:
         """Let a worker generate one id for `/readyz`; raises what a client would get."""

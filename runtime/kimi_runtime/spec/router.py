@@ -185,7 +185,9 @@ class RecordSpec(SpecModel):
 class SessionAdmission(SpecModel):
     """Sessions are let in as far as KV memory reaches, so that none evicts what another needs."""
 
-    enabled: bool | None = Field(None, description="None: with the `cost` policy only.")
+    enabled: bool | None = Field(
+        None, description="None: with the `cost` policy, and only while there is no pool."
+    )
     oversubscribe: Annotated[float, Gt(0)] = Field(
         1.0, description="Tokens of sessions let in, over tokens that workers have memory for."
     )
