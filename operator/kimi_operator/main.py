@@ -230,7 +230,10 @@ class Operator:
 
     @asynccontextmanager
     async def probes(self, host: str | None = None) -> AsyncIterator[int]:
-        """Probes and metrics over HTTP, on all addresses unless told otherwise; their port."""
+        """Probes and metrics over HTTP, on all addresses unless told otherwise; their port.
+
+        ConfigError if nothing can listen there.
+        """
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
@@ -239,7 +242,14 @@ class Operator:
         await runner.setup()
         try:
             site = web.TCPSite(runner, host, self.settings.http_port)
-            await site.start()
+            try:
+                await site.start()
+            except OSError as exc:
+                raise ConfigError(
+                    f"cannot listen on port {self.settings.http_port} for probes and metrics "
+                    f"({exc.strerror}); end what listens there, or set KIMISTACK_HTTP_PORT to a "
+                    "free port"
+                ) from exc
             yield int(runner.addresses[0][1])
         finally:
             await runner.cleanup()

@@ -1,5 +1,6 @@
 """The process around the reconciler: probes, failures of a pass, relisting."""
 
+import socket
 from typing import Any
 
 import aiohttp
@@ -11,6 +12,7 @@ from kimi_operator.kube import Credentials
 from kimi_operator.main import Operator
 from kimi_operator.metrics import Metrics
 from kimi_operator.settings import OperatorSettings
+from kimi_runtime.errors import ConfigError
 from operator_world import KEY, World, nano
 
 
@@ -51,6 +53,18 @@ async def test_a_deployment_nobody_serves_makes_the_process_unhealthy(
             status, text = await answer(port, "/healthz")
     assert status == 500
     assert "waited for its pass" in text
+
+
+async def test_a_taken_probe_port_ends_the_process_with_an_error_that_names_it():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = OperatorSettings(("llm",), "llm", "me", None, True, port, 20, 40, "info")
+        with pytest.raises(BaseExceptionGroup) as raised:
+            await Operator(settings, FakeKube(), login).run()
+    known, rest = raised.value.split(ConfigError)
+    assert rest is None
+    assert known is not None
+    assert f"port {port} " in str(known.exceptions[0])
 
 
 async def test_metrics_are_served_and_name_no_object(operator: Operator):
