@@ -5,7 +5,8 @@
 All sides move the same bytes on the same file system in pieces of one block, as many at a time, by
 positioned reads and writes of threads, into files whose space is reserved before (fio does that by
 itself), with or without O_DIRECT; what is written is on stable storage at the end. All use their
-memory again: fio a block per thread, the others a batch. The log also makes and checks tags and
+memory again: fio a block per thread, the others a batch of such memory as an engine has
+(`private_memory`, on huge pages). The log also makes and checks tags and
 checksums, which is why its processor time is beside fio's. Only the O_DIRECT rows tell of the disk:
 with the page cache, reads are copies in memory.
 
@@ -28,8 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kimi_runtime.spec.ssd import SsdSpec
+from kimi_runtime.transfer.memory import private_memory
 from kimi_runtime.umbp.ssdlog.append import NewBlock
-from kimi_runtime.umbp.ssdlog.disk import aligned_buffer
 from kimi_runtime.umbp.ssdlog.log import SsdLog
 from kimi_runtime.units import format_bytes, parse_bytes
 
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=parse_bytes, default=1 << 20)
     options = parser.parse_args()
     count, size = options.blocks, options.block_bytes
-    memory = aligned_buffer(BATCH * size)
+    memory = private_memory(BATCH * size).view
     memory[:] = os.urandom(memory.nbytes)
     views = [memory[n * size : (n + 1) * size] for n in range(BATCH)]
     print(f"{count} blocks of {format_bytes(size)}, {THREADS} threads, batches of {BATCH}")
