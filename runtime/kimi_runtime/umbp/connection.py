@@ -12,11 +12,12 @@ import secrets
 from collections.abc import Sequence
 
 from kimi_connect import payloads, wire
-from kimi_connect.frames import Frame, FrameDecoder, pack_frame
+from kimi_connect.frames import Frame
 from kimi_connect.small_puts import SmallBlock, unpack_put
 from kimi_connect.wire import Gap, Grant, Granted, Op, Priority, WireError
 from kimi_runtime import clock
 from kimi_runtime.umbp.clients import Clients
+from kimi_runtime.umbp.framed import Framed
 from kimi_runtime.umbp.funnel import Lost
 from kimi_runtime.umbp.peers import open_peer_process
 from kimi_runtime.umbp.pins import PAGES_AN_ANSWER, count_missed, pinned_payload
@@ -34,27 +35,25 @@ _COUNTED = {
 log = logging.getLogger(__name__)
 
 
-class Connection(asyncio.BufferedProtocol):
+class Connection(Framed):
     """One client."""
 
     def __init__(self, clients: Clients) -> None:
+        super().__init__()
         self.number, self.name = clients.next_number(), "a client"
         self.instance: bytes | None = None
         self._clients, self._pool = clients, clients.pool
-        self._decoder = FrameDecoder()
         self._nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._transport: asyncio.Transport | None = None
         self._hurry: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Challenge the caller."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        super().connection_made(transport)
         self._clients.opened(self)
         self._hurry = asyncio.get_running_loop().call_later(
             HANDSHAKE_S, self._refuse, f"no HELLO came within {HANDSHAKE_S:.0f} s"
         )
-        self._send(Op.CHALLENGE, 0, self._nonce)
+        self.send(Op.CHALLENGE, 0, self._nonce)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give back what it held."""
@@ -65,52 +64,42 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The client does not read its answers: ask it nothing more."""
-        if self._transport is not None:
-            self._transport.pause_reading()
+        if self.transport is not None:
+            self.transport.pause_reading()
 
     def resume_writing(self) -> None:
         """It reads again."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
-        return self._decoder.room()
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle every frame that is whole."""
-        self._decoder.received(nbytes)
-        try:
-            while (came := self._decoder.next()) is not None:
-                if self.instance is None:
-                    self._handshake(came)
-                else:
-                    self._answer(came)
-        except WireError as exc:
-            self._refuse(str(exc))
+        """Handle every frame that is whole, then what that changed for others."""
+        super().buffer_updated(nbytes)
         self._clients.changed()
 
-    def abort(self) -> None:
-        """Close without flushing."""
-        if self._transport is not None:
-            self._transport.abort()
+    def arrived(self, frame: Frame) -> None:
+        """Answer it."""
+        if self.instance is None:
+            self._handshake(frame)
+        else:
+            self._answer(frame)
+
+    def failed(self, error: WireError) -> None:
+        """Say why, and close."""
+        self._refuse(str(error))
 
     def open_process(self) -> int | None:
         """A pidfd of the client's process."""
-        assert self._transport is not None
-        return open_peer_process(self._transport.get_extra_info("socket"))
-
-    def _send(self, op: Op, request: int, payload: bytes = b"") -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack_frame(op, request, payload))
+        assert self.transport is not None
+        return open_peer_process(self.transport.get_extra_info("socket"))
 
     def _refuse(self, why: str) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self.transport is None or self.transport.is_closing():
             return
         self._clients.refused += 1
         log.warning("umbp: refused %s: %s", self.name, why)
-        self._send(Op.REFUSED, 0, wire.pack_text(why))
-        self._transport.close()
+        self.send(Op.REFUSED, 0, wire.pack_text(why))
+        self.transport.close()
 
     def _handshake(self, frame: Frame) -> None:
         if frame.op is not Op.HELLO:
@@ -136,21 +125,21 @@ class Connection(asyncio.BufferedProtocol):
             reservation_ttl_s=self._pool.reservation_ttl_s,
             arena=self._clients.arena_path,
         )
-        self._send(Op.WELCOME, frame.request, wire.pack_welcome(welcome))
+        self.send(Op.WELCOME, frame.request, wire.pack_welcome(welcome))
 
     def _answer(self, frame: Frame) -> None:
         op, request, payload = frame
         match op:
             case Op.RESERVE:
-                self._send(Op.RESERVED, request, self._reserve(payload))
+                self.send(Op.RESERVED, request, self._reserve(payload))
             case Op.COMMIT:
-                self._send(Op.COMMITTED, request, self._commit(payload))
+                self.send(Op.COMMITTED, request, self._commit(payload))
             case Op.PIN:
                 self._pin(request, payload)
             case Op.QUOTE:
-                self._send(Op.QUOTED, request, self._quote(*payloads.unpack_quote(payload)))
+                self.send(Op.QUOTED, request, self._quote(*payloads.unpack_quote(payload)))
             case _ if op in _COUNTED:
-                self._send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
+                self.send(Op.COUNT, request, payloads.pack_number(self._count(op, payload)))
             case _:
                 raise WireError(f"a client may not send {op.name}")
 
@@ -254,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
                 failure=gap,
                 more=gap is Gap.NONE and self._clients.lacks(keys),
             )
-            self._send(Op.PINNED, request, pinned)
+            self.send(Op.PINNED, request, pinned)
             self._use(keys[:run])
 
         for tier in (second, remote):

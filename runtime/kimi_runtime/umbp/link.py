@@ -11,9 +11,10 @@ from pathlib import Path
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
-from kimi_connect.frames import Frame, FrameDecoder, pack_frame
+from kimi_connect.frames import Frame
 from kimi_connect.wire import Grant, Op, WireError
 from kimi_runtime import clock
+from kimi_runtime.umbp.framed import Framed
 
 HUNG_S = 5.0
 """A daemon that owes an answer for this long is treated as gone."""
@@ -23,12 +24,13 @@ class LinkLost(Exception):
     """There is no connection, or not any more."""
 
 
-class Link(asyncio.BufferedProtocol):
+class Link(Framed):
     """Use `open_link`."""
 
     def __init__(
         self, call_key: bytes, instance: bytes, name: str, writing: frozenset[int]
     ) -> None:
+        super().__init__()
         self.arena: Arena | None = None
         self.writing = writing
         self.lost = False
@@ -37,36 +39,24 @@ class Link(asyncio.BufferedProtocol):
         self._call_key, self._instance, self._name = call_key, instance, name
         self._nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self._server_nonce: bytes | None = None
-        self._decoder = FrameDecoder()
-        self._transport: asyncio.Transport | None = None
         self._number = 0
         self._pending: dict[int, tuple[asyncio.Future[Frame], float]] = {}
         self._given_up: set[int] = set()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The daemon speaks first."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every open request fails."""
         self._lose(f"the pool daemon closed the connection ({exc or 'no reason given'})")
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
-        return self._decoder.room()
+    def arrived(self, frame: Frame) -> None:
+        """Hand out an answer."""
+        if self.arena is None:
+            self._handshake(frame)
+        else:
+            self._answered(frame)
 
-    def buffer_updated(self, nbytes: int) -> None:
-        """Hand out answers."""
-        self._decoder.received(nbytes)
-        try:
-            while (came := self._decoder.next()) is not None:
-                if self.arena is None:
-                    self._handshake(came)
-                else:
-                    self._answered(came)
-        except (WireError, ArenaGone) as exc:
-            self._lose(str(exc))
+    def failed(self, error: WireError) -> None:
+        """The daemon refused us, or is none."""
+        self._lose(str(error))
 
     async def call(self, op: Op, payload: bytes, *, within_s: float) -> Frame:
         """The answer to a request. LinkLost; TimeoutError if it did not come in time."""
@@ -96,10 +86,10 @@ class Link(asyncio.BufferedProtocol):
         self._lose("the pool client was closed")
 
     def _send(self, op: Op, payload: bytes) -> int:
-        if self.lost or self._transport is None:
+        if self.lost or self.transport is None:
             raise LinkLost("there is no connection to the pool daemon")
         self._number += 1
-        self._transport.write(pack_frame(op, self._number, payload))
+        self.send(op, self._number, payload)
         return self._number
 
     def _handshake(self, frame: Frame) -> None:
@@ -119,13 +109,16 @@ class Link(asyncio.BufferedProtocol):
         if not hmac.compare_digest(expected, welcome.proof):
             raise WireError("who listens on the socket does not hold our call key")
         self.pin_lease_s = welcome.pin_lease_s
-        self.arena = attach_arena(
-            welcome.arena,
-            page_bytes=welcome.page_bytes,
-            pages=welcome.pages,
-            epoch=welcome.epoch,
-            instance=self._instance,
-        )
+        try:
+            self.arena = attach_arena(
+                welcome.arena,
+                page_bytes=welcome.page_bytes,
+                pages=welcome.pages,
+                epoch=welcome.epoch,
+                instance=self._instance,
+            )
+        except ArenaGone as exc:
+            raise WireError(str(exc)) from exc
         if not self.welcomed.done():
             self.welcomed.set_result(None)
 
@@ -157,8 +150,7 @@ class Link(asyncio.BufferedProtocol):
         if self.lost:
             return
         self.lost = True
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()
         for future, _ in self._pending.values():
             if not future.done():
                 future.set_exception(LinkLost(why))

@@ -61,8 +61,8 @@ async def test_a_small_store_is_one_call(daemon):
 async def test_a_client_that_ends_in_the_middle_of_a_put_leaves_nothing(daemon, share):
     link, keys = await bare(daemon), keys_of(2)
     put = pack_frame(Op.PUT, 1, put_of(keys))
-    link._transport.write(put[: int(share * len(put))])
-    await until(lambda: link._transport.get_write_buffer_size() == 0)
+    link.transport.write(put[: int(share * len(put))])
+    await until(lambda: link.transport.get_write_buffer_size() == 0)
     link.close()
     await until(lambda: not len(daemon.clients))
     pool = daemon.clients.pool

@@ -22,7 +22,7 @@ class Corrupt(Exception):
     """A record is not what was written."""
 
 
-class Workers:
+class IoWorkers:
     """Threads that share out the items of one call after another."""
 
     def __init__(self, count: int, name: str) -> None:
@@ -59,8 +59,8 @@ class Threads:
     """Where I/O runs. Reads have their own, so that none waits behind a batch of writes."""
 
     def __init__(self, each: int) -> None:
-        self.reads = Workers(each, "ssdlog-read")
-        self.writes = Workers(each, "ssdlog-write")
+        self.reads = IoWorkers(each, "ssdlog-read")
+        self.writes = IoWorkers(each, "ssdlog-write")
 
     def close(self) -> None:
         """Return once all have ended."""
