@@ -6,7 +6,7 @@ any number of requests can share it and nothing is ever copied. An unreferenced 
 good as free: taking it forgets the least recently used key first.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -21,20 +21,25 @@ class KvBlocks:
         self._feed = feed
         self._free = list(range(total - 1, -1, -1))
         self._references = [0] * total
-        self._key_of: dict[int, bytes] = {}
+        self._key_of: list[bytes | None] = [None] * total
         self._block_of: dict[bytes, int] = {}
-        self._unreferenced: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks nobody references, least recently used first."""
+        self._unreferenced = 0
+        """Cached blocks nobody references."""
+        self._order: deque[int] = deque()
+        """Those, least recently used first: of a block that is in it several times only the last
+        counts, so that taking one out of the middle costs nothing."""
+        self._entries = [0] * total
+        """How often each block is in `_order`."""
 
     @property
     def available(self) -> int:
         """Blocks `allocate` can give: free ones and unreferenced cached ones."""
-        return len(self._free) + len(self._unreferenced)
+        return len(self._free) + self._unreferenced
 
     @property
     def cached(self) -> int:
         """Blocks with a key, referenced or not."""
-        return len(self._key_of)
+        return len(self._block_of)
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` cached here. Changes nothing."""
@@ -57,14 +62,12 @@ class KvBlocks:
 
     def reference(self, blocks: Iterable[int]) -> None:
         """Reference cached or used blocks once more, so that they stay."""
-        references, unreferenced = self._references, self._unreferenced
+        references = self._references
         for block in blocks:
-            if references[block]:
-                references[block] += 1
-                continue
-            assert block in unreferenced, f"block {block} is free"
-            references[block] = 1
-            del unreferenced[block]
+            if not references[block]:
+                assert self._key_of[block] is not None, f"block {block} is free"
+                self._unreferenced -= 1
+            references[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks of worthless content, referenced once; None if there are fewer.
@@ -88,7 +91,7 @@ class KvBlocks:
         same content, in which case the reference moves there and `block` is freed.
         """
         assert self._references[block] > 0, f"block {block} is sealed without a reference"
-        assert block not in self._key_of, f"block {block} is sealed twice"
+        assert self._key_of[block] is None, f"block {block} is sealed twice"
         known = self._block_of.get(key)
         if known is not None:
             self.reference([known])
@@ -103,26 +106,32 @@ class KvBlocks:
 
         Released in reverse, so that of one chain the end is forgotten before what it builds on.
         """
-        references = self._references
+        references, key_of = self._references, self._key_of
+        order, entries = self._order, self._entries
         for block in reversed(blocks):
             left = references[block] - 1
             assert left >= 0, f"block {block} is released twice"
             references[block] = left
-            if not left:
-                if block in self._key_of:
-                    self._unreferenced[block] = None
-                else:
-                    self._free.append(block)
+            if left:
+                continue
+            if key_of[block] is None:
+                self._free.append(block)
+            else:
+                self._unreferenced += 1
+                entries[block] += 1
+                order.append(block)
+        if len(order) > 2 * self.total:
+            self._tidy()
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """These keys' content is not to be trusted any more; users of the blocks keep them."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is not None:
-                del self._key_of[block]
+                self._key_of[block] = None
                 self._feed.remove([key])
-                if block in self._unreferenced:
-                    del self._unreferenced[block]
+                if not self._references[block]:
+                    self._unreferenced -= 1
                     self._free.append(block)
 
     def forget_all(self) -> None:
@@ -132,22 +141,24 @@ class KvBlocks:
 
     def key(self, block: int) -> bytes | None:
         """The key of a cached block; None while it is not full."""
-        return self._key_of.get(block)
+        return self._key_of[block]
 
     def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
         """AssertionError unless free + cached + used = total and every link is mutual.
 
         With `holders`, everybody's block lists, reference counts must equal their sum.
         """
-        free, idle = set(self._free), set(self._unreferenced)
+        keyed = {block for block, key in enumerate(self._key_of) if key is not None}
+        free, idle = set(self._free), {block for block in keyed if not self._references[block]}
         used = {block for block, count in enumerate(self._references) if count}
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & idle, f"blocks {free & idle} are free and cached"
         assert not used & (free | idle), f"blocks {used & (free | idle)} are used and not"
         assert len(free) + len(idle) + len(used) == self.total, "free + cached + used != total"
-        assert idle <= self._key_of.keys(), "a block without a key is cached"
-        assert not free & self._key_of.keys(), "a free block has a key"
-        assert {key: block for block, key in self._key_of.items()} == self._block_of
+        assert len(idle) == self._unreferenced, "idle blocks are miscounted"
+        assert idle <= set(self._order), "a cached block can't be evicted"
+        assert Counter(self._order) == Counter(dict(enumerate(self._entries)))
+        assert {self._key_of[block]: block for block in keyed} == self._block_of
         assert len(self._feed) == len(self._block_of), "the feed tells other keys than are held"
         assert all(key in self._feed for key in self._block_of)
         if holders is not None:
@@ -156,8 +167,28 @@ class KvBlocks:
             assert not wrong, f"blocks {wrong} have other counts than holders"
 
     def _evict(self) -> int:
-        block, _ = self._unreferenced.popitem(last=False)
-        key = self._key_of.pop(block)
+        """Forget the least recently used block that nobody references; there must be one."""
+        while True:
+            block = self._order.popleft()
+            self._entries[block] -= 1
+            key = self._key_of[block]
+            if not self._entries[block] and not self._references[block] and key is not None:
+                break
+        self._key_of[block] = None
         del self._block_of[key]
+        self._unreferenced -= 1
         self._feed.remove([key])
         return block
+
+    def _tidy(self) -> None:
+        """Leave out of `_order` what no longer counts."""
+        last = dict.fromkeys(reversed(self._order))
+        kept = [
+            block
+            for block in last
+            if not self._references[block] and self._key_of[block] is not None
+        ]
+        self._order = deque(reversed(kept))
+        self._entries = [0] * self.total
+        for block in kept:
+            self._entries[block] = 1

@@ -66,11 +66,12 @@ class Scheduler:
     """Requests waiting and running over `blocks`.
 
     Call `plan`, run it, then `commit`; never two plans at once. Any method may be
-    called while a plan runs: what the plan touches is given back only after it.
+    called while a plan runs: what the plan touches is given back only after it. Without `tables`
+    rows have no block tables, which nobody but a runner reads.
     """
 
-    def __init__(self, blocks: KvBlocks, limits: SchedulerLimits) -> None:
-        self.blocks, self.limits = blocks, limits
+    def __init__(self, blocks: KvBlocks, limits: SchedulerLimits, *, tables: bool = True) -> None:
+        self.blocks, self.limits, self._tables = blocks, limits, tables
         self.preemptions = 0
         self._waiting: list[Request] = []
         self._running: dict[int, Request] = {}
@@ -258,7 +259,7 @@ class Scheduler:
                 request=request.number,
                 start=start,
                 ids=tuple(request.tokens[start:end]),
-                blocks=_front(request.blocks, self._blocks_for(end)),
+                blocks=_front(request.blocks, self._blocks_for(end)) if self._tables else (),
                 sample=request.samples and end == known,
                 keep_state=policy is not None and policy.wanted(end, known, request.refused),
             )

@@ -4,8 +4,8 @@ Text is known by a number and a length; two contexts have a block in common exac
 of the same pieces of the same texts up to its end. Pure.
 """
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, MutableSequence, Sequence, Sized
+from typing import Self, overload
 
 from kimi_runtime.engine.request import KeyChain
 from kimi_runtime.umbp.keys import next_key, root_key
@@ -53,6 +53,60 @@ class Content:
             self._tail[-1] = end  # it goes on where the last one ended
         else:
             self._tail += (low, high, start, end)
+
+
+class Unsaid(MutableSequence[int]):
+    """The ids of a request of which only the number matters: what they say is in its keys.
+
+    Each is 0. Bytes would be written, moved as they grow, and never looked at.
+    """
+
+    __slots__ = ("_count",)
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._count
+
+    @overload  # type: ignore[override]  # a tuple of a tuple is no copy
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        """A zero, or as many as the slice is long."""
+        if isinstance(index, slice):
+            return (0,) * len(range(*index.indices(self._count)))
+        return range(self._count)[index] * 0
+
+    def append(self, value: int) -> None:
+        """One more."""
+        self._count += 1
+
+    def extend(self, values: Iterable[int]) -> None:
+        """So many more."""
+        self._count += len(values) if isinstance(values, Sized) else sum(1 for _ in values)
+
+    def insert(self, index: int, value: int) -> None:
+        """One more, wherever it is."""
+        self._count += 1
+
+    @overload
+    def __setitem__(self, index: int, value: int) -> None: ...
+
+    @overload
+    def __setitem__(self, index: slice, value: Iterable[int]) -> None: ...
+
+    def __setitem__(self, index: int | slice, value: int | Iterable[int]) -> None:
+        """Nothing is said, so nothing can be said otherwise."""
+        raise TypeError("ids of which only the number is known can't be changed")
+
+    def __delitem__(self, index: int | slice) -> None:
+        """Fewer; IndexError if it is not there."""
+        self._count -= len(self[index]) if isinstance(index, slice) else 1 + self[index]
 
 
 class KnownChain(KeyChain):

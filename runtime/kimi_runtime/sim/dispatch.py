@@ -22,7 +22,7 @@ from kimi_runtime.router.insight import Front
 from kimi_runtime.router.plan import Mode, NobodyNow, Plan
 from kimi_runtime.router.view import RequestClass, RequestView
 from kimi_runtime.sim.cluster import Cluster
-from kimi_runtime.sim.content import KnownChain
+from kimi_runtime.sim.content import KnownChain, Unsaid
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
 from kimi_runtime.sim.sources import read_from
@@ -158,7 +158,7 @@ class Dispatch:
         self._numbers += 1
         request = Request(
             number=self._numbers,
-            tokens=bytearray(job.view.prompt_tokens),  # what they say is in the chain's keys
+            tokens=Unsaid(job.view.prompt_tokens),
             chain=KnownChain(job.known, self._cluster.spec.block_tokens),
             rank=rank_of(priority, self._timeline.now_s, background_delay_s=BACKGROUND_DELAY_S),
             priority=priority,

@@ -173,7 +173,7 @@ class Window:
             more = self._base[number] + done - request.computed
             if more:
                 request.computed += more
-                request.tokens.extend(bytes(more))
+                request.tokens.extend(range(more))
                 request.chain.extend(request.tokens)
 
 

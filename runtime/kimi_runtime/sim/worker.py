@@ -63,7 +63,7 @@ class SimWorker:
             keep_events=KEPT_EVENTS,
         )
         self.blocks = KvBlocks(total_blocks, self.feed)
-        self.scheduler = Scheduler(self.blocks, limits)
+        self.scheduler = Scheduler(self.blocks, limits, tables=False)
         self.work: dict[int, Work] = {}
         self.pauses: dict[int, int] = {}
         """Tokens by the logarithm of how long after the one before they came."""

@@ -246,7 +246,8 @@ class World:
         record = job.record
         if record.refused is None:
             content.extend(session.text + 2 * number + 1, job.output_tokens)
-            self._computed.update(content.keys)
+            known = self._ideal(content) // content.block_tokens
+            self._computed.update(content.keys[known:])
             plan = job.plan
             if plan is not None:
                 if running.owners and plan.decode not in running.owners:

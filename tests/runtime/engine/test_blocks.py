@@ -1,7 +1,7 @@
 """Blocks are conserved, shared by key, and forgotten in LRU order."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -65,6 +65,23 @@ def test_forgotten_keys_are_missed_but_their_users_keep_the_blocks():
     blocks.check_integrity([used])
     blocks.release(used)
     blocks.check_integrity([])
+
+
+@given(st.lists(st.integers(0, 5), max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_keys_are_forgotten_in_the_order_of_their_last_use(uses: list[int]):
+    blocks, order = kv_blocks(6), keys(*"abcdef")
+    for block in sealed(blocks, *"abcdef"):
+        blocks.release([block])
+    for use in uses:
+        key = keys("abcdef"[use])[0]
+        blocks.release(blocks.acquire([key]))
+        blocks.check_integrity([])
+        order.remove(key)
+        order.append(key)
+    for gone in range(1, 7):
+        assert blocks.allocate(1) is not None
+        assert [bool(blocks.held([key])) for key in order] == [False] * gone + [True] * (6 - gone)
 
 
 def test_releasing_twice_is_our_own_bug():
