@@ -90,6 +90,11 @@ class Request:
         return len(self.tokens) - self.computed
 
     @property
+    def generating(self) -> bool:
+        """Whether all it lacks is the id that was sampled last."""
+        return self.lacking == 1 and len(self.tokens) > self.prompt_tokens
+
+    @property
     def to_compute(self) -> int:
         """Tokens of it that will have to be computed, if all comes that is to come."""
         return len(self.tokens) - max(self.computed, self.coming)

@@ -51,10 +51,12 @@ class RoomLine:
 
     @property
     def unclaimed(self) -> int:
-        """Of the available blocks, those that nobody waits for, in this line or the queue."""
+        """Of the available blocks, those that nobody waits for, in this line or the queue. Below
+        zero: so many more are waited for than are available.
+        """
         scheduler = self._scheduler
-        short = sum(scheduler.lacks(place.request) for place in self._places)
-        return max(self._blocks.available - scheduler.lacking - short, 0)
+        lacked = sum(scheduler.lacks(place.request) for place in self._places)
+        return self._blocks.available - scheduler.lacking - lacked
 
     def enter(self, place: Place) -> None:
         """Grant the room at once, or take the request's blocks from it and let it wait."""

@@ -92,8 +92,9 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens known and not computed, over everybody."""
-        return sum(request.lacking for request in (*self._waiting, *self._running.values()))
+        """Tokens known and not computed, over everybody; without those just sampled."""
+        everybody = (*self._waiting, *self._running.values())
+        return sum(request.lacking for request in everybody if not request.generating)
 
     @property
     def lacking(self) -> int:

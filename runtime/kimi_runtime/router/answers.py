@@ -1,8 +1,11 @@
 """Answers on their way at each worker: when the blocks they hold should become free. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kimi_runtime.router.estimate.outputs import Length
+from kimi_runtime.router.ledger import Load
+from kimi_runtime.router.view import Line
 
 MAX_RELEASES = 64
 
@@ -12,6 +15,10 @@ class _Answer:
     prompt_tokens: int
     length: Length
     made: int = 0
+
+    def blocks(self, size: int) -> int:
+        """What it holds or will begin with, in blocks of `size` tokens."""
+        return -(-(self.prompt_tokens + self.made) // size)
 
 
 class Answers:
@@ -49,8 +56,50 @@ class Answers:
         answers = self._workers.get(worker)
         if not answers:
             return ()
-        ends = sorted(
-            (one.length.remaining(one.made) * step_s, one.prompt_tokens + one.made)
-            for one in answers.values()
+        ends = sorted(_ends(answers.values(), step_s=step_s, block_tokens=block_tokens))
+        return tuple(ends[:MAX_RELEASES])
+
+    def promised(self, worker: str, newest: int, *, block_tokens: int) -> int:
+        """Blocks that the newest so many of those take whose turn is yet to come."""
+        answers = self._workers.get(worker, {}).values()
+        waiting = [one.blocks(block_tokens) for one in answers if not one.made]
+        return sum(waiting[max(len(waiting) - newest, 0) :])
+
+    def line(
+        self, worker: str, load: Load, *, step_s: float, usual_tokens: float, block_tokens: int
+    ) -> Line:
+        """Who has or waits for the worker's blocks. `usual_tokens`: of an answer that is not ours.
+
+        Ours run from their first token on; until then their turn is yet to come, in the order in
+        which they were sent. The report says what the worker has left if all of those it counts
+        are served; all that this leaves taken and that is not ours is of other routers, evenly.
+        """
+        answers = list(self._workers.get(worker, {}).values())
+        running = [one for one in answers if one.made]
+        waiting = [one for one in answers if not one.made]
+        counted = max(len(waiting) - load.unreported, 0)
+        left = load.free_blocks - (load.short_blocks or 0)
+        taken = load.total_blocks - left
+        own = sum(one.blocks(block_tokens) for one in (*running, *waiting[:counted]))
+        share = min(taken / own, 1.0) if own else 1.0
+        releases = [
+            (left_s, round(share * blocks))
+            for left_s, blocks in _ends(running, step_s=step_s, block_tokens=block_tokens)
+        ]
+        if taken > own:
+            # what nobody has any more, as far as counts go, was given back since the report
+            others = max(load.running - len(running), 0)
+            left_s = usual_tokens * step_s if others else 0.0
+            releases += [(left_s, -(-(taken - own) // max(others, 1)))] * max(others, 1)
+        waits = tuple(
+            (round(share * one.blocks(block_tokens)), one.length.tokens.mean * step_s)
+            for one in waiting
         )
-        return tuple((at_s, -(-held // block_tokens)) for at_s, held in ends[:MAX_RELEASES])
+        due = sum(blocks for blocks, _ in waits[:counted])
+        return Line(left + due, waits, tuple(releases), share)
+
+
+def _ends(
+    answers: Iterable[_Answer], *, step_s: float, block_tokens: int
+) -> list[tuple[float, int]]:
+    return [(one.length.remaining(one.made) * step_s, one.blocks(block_tokens)) for one in answers]

@@ -71,12 +71,16 @@ class Course:
 
     def came(self, chunk: GenerateChunk, *, now_s: float) -> None:
         """A chunk of the answer came."""
-        self._output_tokens += len(chunk.ids)
+        self.sampled(len(chunk.ids))
         self._finish = chunk.finish or self._finish
-        self._insight.answers.sampled(self.decision.plan.decode, self.name, len(chunk.ids))
         if self._first_s is None and chunk.finish is not FinishReason.CANCELLED:
             self._first_s = now_s - self.decision.now_s
             self._began(chunk, now_s=now_s)
+
+    def sampled(self, tokens: int) -> None:
+        """The answer has so many tokens more."""
+        self._output_tokens += tokens
+        self._insight.answers.sampled(self.decision.plan.decode, self.name, tokens)
 
     def close(self, failure: BaseException | None, *, now_s: float) -> Outcome:
         """It is over. What is left without a finish and without an Exception was left by others."""

@@ -363,6 +363,7 @@ def _view(
         kind=more.kind,
         age_s=more.age_s,
         releases=more.releases,
+        line=more.line,
         utilisation=more.utilisation,
         unused_blocks=more.unused_blocks,
         space_price_s=more.space_price_s,

@@ -18,8 +18,8 @@ from kimi_runtime.router.reports import Reports
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.router.siblings import Siblings
 from kimi_runtime.router.space import Space
-from kimi_runtime.router.view import RequestView
-from kimi_runtime.spec.worker import LoadReport, WorkerInfo
+from kimi_runtime.router.view import Line, RequestView
+from kimi_runtime.spec.worker import LoadReport, Role, WorkerInfo
 
 if TYPE_CHECKING:
     from kimi_runtime.router.cost.planner import Planner
@@ -45,6 +45,7 @@ class Facts(NamedTuple):
     unused_blocks: int | None = None
     space_price_s: float = 0.0
     releases: tuple[tuple[float, int], ...] = ()
+    line: Line | None = None
 
 
 class Insight:
@@ -62,7 +63,12 @@ class Insight:
 
     def reported(self, info: WorkerInfo, report: LoadReport, *, now_s: float) -> None:
         """A worker's load report came."""
-        steps = self._reports.take(info.name, report, block_tokens=info.block_tokens, now_s=now_s)
+        step_s = None
+        if self.planner is not None and report.running:
+            step_s = self._step_s(self.planner, info, report, now_s=now_s)
+        steps = self._reports.take(
+            info.name, report, block_tokens=info.block_tokens, now_s=now_s, step_s=step_s
+        )
         if steps is not None and self.learning is not None:
             self.learning.stepped(
                 kind_of(info),
@@ -106,8 +112,11 @@ class Insight:
         if self.planner is None:
             return Facts(kind, age_s)
         releases: tuple[tuple[float, int], ...] = ()
+        line = None
         need = -(-need_tokens // info.block_tokens)
-        if load.running and load.free_blocks < need * (load.waiting + 1):
+        if load.short_blocks is not None and info.role is not Role.PREFILL:
+            line = self._line(self.planner, info, load, need, now_s=now_s)
+        elif load.running and load.free_blocks < need * (load.waiting + 1):
             releases = self._releases(self.planner, info, load, now_s=now_s)
         if not load.certain:  # as busy as the others, if not more
             typical = self._reports.typical_utilisation()
@@ -121,6 +130,7 @@ class Insight:
             None if held is None else max(load.free_blocks - held, 0),
             self.space.per_block_s(info.name, now_s=now_s),
             releases,
+            line,
         )
 
     def promised(self, fronts: Sequence[Front], own: dict[str, int], *, now_s: float) -> None:
@@ -161,12 +171,33 @@ class Insight:
     def _releases(
         self, planner: "Planner", info: WorkerInfo, load: Load, *, now_s: float
     ) -> tuple[tuple[float, int], ...]:
+        step_s = self._step_s(planner, info, load, now_s=now_s)
+        return self.answers.releases(info.name, step_s=step_s, block_tokens=info.block_tokens)
+
+    def _line(
+        self, planner: "Planner", info: WorkerInfo, load: Load, need: int, *, now_s: float
+    ) -> Line | None:
+        """Ends are looked into only where `need` blocks are not there at once."""
+        spare = load.free_blocks
+        if load.unreported:
+            size = info.block_tokens
+            spare -= self.answers.promised(info.name, load.unreported, block_tokens=size)
+        if spare >= need:
+            return Line(spare) if load.waiting else None
+        return self.answers.line(
+            info.name,
+            load,
+            step_s=self._step_s(planner, info, load, now_s=now_s),
+            usual_tokens=planner.models.outputs.usual,
+            block_tokens=info.block_tokens,
+        )
+
+    def _step_s(
+        self, planner: "Planner", info: WorkerInfo, load: Load | LoadReport, *, now_s: float
+    ) -> float:
         held = max(load.total_blocks - load.free_blocks, 0) * info.block_tokens
         speeds = planner.models.speeds(kind_of(info))
-        step_s = speeds.curves(now_s=now_s).step_s(load.running, held).mean
-        return self.answers.releases(
-            info.name, step_s=step_s * speeds.bias(info.name), block_tokens=info.block_tokens
-        )
+        return speeds.curves(now_s=now_s).step_s(load.running, held).mean * speeds.bias(info.name)
 
 
 def kind_of(info: WorkerInfo) -> str:

@@ -27,6 +27,10 @@ class Load(NamedTuple):
     total_blocks: int
     certain: bool
     draining: bool
+    short_blocks: int | None = None
+    """As in its report; None: not told, or a guess."""
+    unreported: int = 0
+    """Sends of this router that the report does not count yet."""
 
 
 @dataclass(slots=True)
@@ -152,10 +156,10 @@ class Ledger:
             return state.load
         waiting, running, entries = report.waiting, report.running, state.entries
         requests = max(waiting + running - report.in_flight.get(self._router, 0), 0) + len(entries)
-        queued = report.queued_tokens
-        if entries:
-            seen = state.seen
-            queued += _open_tokens(entry for entry in entries.values() if entry.order > seen)
+        queued, seen = report.queued_tokens, state.seen
+        fresh = [entry for entry in entries.values() if entry.order > seen]
+        if fresh:
+            queued += _open_tokens(fresh)
         running = min(running, requests)
         state.load = Load(
             waiting=requests - running,
@@ -165,6 +169,8 @@ class Ledger:
             total_blocks=report.total_blocks,
             certain=True,
             draining=report.draining,
+            short_blocks=report.short_blocks,
+            unreported=len(fresh),
         )
         return state.load
 

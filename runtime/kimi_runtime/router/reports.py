@@ -44,9 +44,17 @@ class Reports:
         self._workers: dict[str, _Worker] = {}
 
     def take(
-        self, worker: str, report: LoadReport, *, block_tokens: int, now_s: float
+        self,
+        worker: str,
+        report: LoadReport,
+        *,
+        block_tokens: int,
+        now_s: float,
+        step_s: float | None = None,
     ) -> Steps | None:
-        """A report came; what it and the one before it say of decode steps."""
+        """A report came; what it and the one before it say of decode steps. `step_s` is what one
+        without prefill takes there now, as far as it is known.
+        """
         known = self._workers.get(worker)
         if known is None or known.report.epoch != report.epoch:
             self._workers[worker] = _Worker(report, now_s, now_s)
@@ -55,7 +63,7 @@ class Reports:
         if report.seq <= before.seq or passed_s <= 0:
             return None
         weight = 1 - math.exp(-passed_s / SMOOTHING_S)
-        known.busy += weight * (float(report.queued_tokens > 0) - known.busy)
+        known.busy += weight * (_prefill_share(before, report, passed_s, step_s) - known.busy)
         known.report, known.at_s = report, now_s
         known_s = now_s - known.since_s
         if known_s >= ENOUGH_S:
@@ -85,6 +93,17 @@ class Reports:
     def forget(self, worker: str) -> None:
         """The worker restarted or is gone."""
         self._workers.pop(worker, None)
+
+
+def _prefill_share(
+    before: LoadReport, now: LoadReport, passed_s: float, step_s: float | None
+) -> float:
+    """Of the time between two reports, the share in which prompts were computed: what is left
+    beside its decode steps. Prompts that wait, for room say, take none.
+    """
+    if step_s is None or not (before.running and now.running):
+        return float(now.queued_tokens > 0)
+    return min(max(1 - (now.steps - before.steps) * step_s / passed_s, 0.0), 1.0)
 
 
 def _steps(before: LoadReport, now: LoadReport, passed_s: float, block_tokens: int) -> Steps | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.spec.umbp import TierName
@@ -28,6 +29,19 @@ class KvSource:
     tier: TierName
     tokens: int
     checkpoints: tuple[int, ...] | None = None
+
+
+class Line(NamedTuple):
+    """Who has a worker's blocks, and who waits for them."""
+
+    blocks: int
+    """What there is for `waits`, and for whoever comes after them; below 0: others come first."""
+    waits: tuple[tuple[int, float], ...] = ()
+    """Blocks that a request takes when its turn comes, and for how many seconds; in their order."""
+    releases: tuple[tuple[float, int], ...] = ()
+    """In how many seconds, on average, how many blocks of those who run become free."""
+    share: float = 1.0
+    """Of a request's blocks, those that it does not share with one that runs."""
 
 
 @dataclass(slots=True)
@@ -75,6 +89,8 @@ class WorkerView:
     """Sequences it runs at once; None: as many as there is space for."""
     releases: tuple[tuple[float, int], ...] = ()
     """When (seconds from now, expected) how many blocks become free; ascending. Empty: unknown."""
+    line: Line | None = None
+    """Takes the place of `releases`. None: not told, or nobody waits and there is room."""
     utilisation: float | None = None
     """Share of its time that recent prefills took."""
     unused_blocks: int | None = None

@@ -223,7 +223,8 @@ class Dispatch:
         if job.course is not None:
             chunk = self._chunk(work, handed_over=plan.prefill is not None)
             job.course.came(chunk, now_s=now_s)
-            self._router.answering(worker, job.wire_id, lambda: work.made - 1)
+            heard = job.course.sampled
+            self._router.answering(worker, job.wire_id, lambda: work.made - 1, heard)
         job.began()
 
     def _chunk(self, work: Work, *, handed_over: bool = False) -> GenerateChunk:

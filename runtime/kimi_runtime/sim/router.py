@@ -34,8 +34,10 @@ class Known:
 
     info: WorkerInfo
     roles: tuple[Role, ...]
-    answers: dict[str, Callable[[], int]] = field(default_factory=dict)
-    """By name, how many tokens of each answer have come."""
+    answers: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = field(
+        default_factory=dict
+    )
+    """By name, how many tokens of each answer have come, and who is to hear of more."""
     told: dict[str, int] = field(default_factory=dict)
     timer: Timer | None = None
     """When its next load report comes; None while it has nothing to do and would say the same."""
@@ -115,9 +117,15 @@ class SimRouter:
         if known.timer is None:
             self._report(worker)
 
-    def answering(self, worker: SimWorker, name: str, made: Callable[[], int]) -> None:
-        """An answer begins there, and `made` tells how far it is."""
-        self._of(worker).answers[name] = made
+    def answering(
+        self,
+        worker: SimWorker,
+        name: str,
+        made: Callable[[], int],
+        sampled: Callable[[int], None],
+    ) -> None:
+        """An answer begins there: `made` tells how far it is, `sampled` is told of more."""
+        self._of(worker).answers[name] = made, sampled
 
     def answered(self, worker: SimWorker, name: str) -> int:
         """The answer ended; how many of its tokens were already heard of."""
@@ -158,11 +166,11 @@ class SimRouter:
         if worker.failed or self._cluster.workers.get(worker.name) is not worker:
             return
         worker.sync()
-        sampled, told = self.insight.answers.sampled, known.told
-        for name, made in known.answers.items():  # production hears of every token as it comes
+        told = known.told
+        for name, (made, sampled) in known.answers.items():  # production hears of each as it comes
             now, before = made(), told.get(name, 0)
             if now != before:
-                sampled(worker.name, name, now - before)
+                sampled(now - before)
                 told[name] = now
         report = worker.report()
         if self.ledger.report(worker.name, report, now_s=now_s):
@@ -281,6 +289,7 @@ class SimRouter:
             age_s=facts.age_s,
             max_running=spec.max_running,
             releases=facts.releases,
+            line=facts.line,
             utilisation=facts.utilisation,
             unused_blocks=facts.unused_blocks,
             space_price_s=facts.space_price_s,

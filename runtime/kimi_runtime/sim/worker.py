@@ -185,7 +185,7 @@ class SimWorker:
         """`GET /load`."""
         self.sync()
         self._reports += 1
-        scheduler = self.scheduler
+        scheduler, unclaimed = self.scheduler, self.reader.unclaimed
         reading = [work.request for work in self.work.values() if not work.scheduled]
         return LoadReport.model_construct(
             epoch=self.epoch,
@@ -193,7 +193,8 @@ class SimWorker:
             waiting=scheduler.waiting + len(reading),
             running=scheduler.running,
             queued_tokens=scheduler.queued_tokens + sum(one.to_compute for one in reading),
-            free_blocks=self.reader.unclaimed,
+            free_blocks=max(unclaimed, 0),
+            short_blocks=max(-unclaimed, 0),
             total_blocks=self.blocks.total,
             steps=self.steps,
             last_request={"router": self.last_request} if self.last_request else {},

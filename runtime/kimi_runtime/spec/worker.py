@@ -181,6 +181,11 @@ class LoadReport(ReportModel):
     free_blocks: NonNegativeInt = Field(
         description="Blocks that could be taken, cached ones included, and that nobody waits for."
     )
+    short_blocks: NonNegativeInt | None = Field(
+        None,
+        description="Blocks that those who wait lack beyond all that could be taken; then none is "
+        "free. None: the engine does not tell.",
+    )
     total_blocks: PositiveInt
     steps: NonNegativeInt
     last_request: dict[str, str] = Field({}, description="Newest request id seen, per router.")

@@ -208,6 +208,15 @@ def test_a_long_prompt_is_computed_in_chunks_beside_those_that_generate():
     assert sizes == [(1, 15), (1, 15), (1, 10)]
 
 
+def test_only_prompts_are_queued_tokens_and_not_what_was_sampled_just_now():
+    bench = Bench()
+    bench.add(prompt(1, 8), 4)
+    assert bench.scheduler.queued_tokens == 8
+    bench.step()
+    assert bench.scheduler.running == 1
+    assert bench.scheduler.queued_tokens == 0
+
+
 def test_a_cached_prefix_is_not_computed_again_but_for_the_last_token():
     bench = Bench()
     bench.add(prompt(1, 16), 1)

@@ -113,6 +113,20 @@ def test_reports_tell_steps_only_while_nothing_but_the_same_answers_ran():
     assert reports.utilisation("w") == pytest.approx(1 / 45, abs=0.03)
 
 
+def test_prompts_that_wait_take_no_time_from_those_that_answer():
+    from kimi_runtime.router.reports import Reports
+
+    reports = Reports()
+    for seq in range(100):
+        told = report(seq, queued_tokens=9_000, waiting=3)
+        reports.take("w", told, block_tokens=16, now_s=0.2 * seq, step_s=0.02)
+    assert reports.utilisation("w") == pytest.approx(0.0, abs=1e-6), "10 steps in 0.2 s"
+    for seq in range(100, 1_000):
+        told = report(seq, queued_tokens=9_000, steps=1_000 + 5 * (seq - 100))
+        reports.take("w", told, block_tokens=16, now_s=0.2 * seq, step_s=0.02)
+    assert reports.utilisation("w") == pytest.approx(0.5, abs=0.02), "a step every 0.04 s"
+
+
 def test_fronts_are_whole_blocks_before_the_ends_of_messages():
     geometry = Geometry("m", "l", 16)
     keys = {geometry: [bytes([number]) for number in range(10)]}

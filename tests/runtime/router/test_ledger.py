@@ -44,6 +44,16 @@ def test_a_report_that_saw_the_send_does_not_count_it_twice():
     assert (load.waiting, load.running, load.queued_tokens) == (0, 1, 400)
 
 
+def test_a_load_tells_how_many_sends_its_report_has_not_seen():
+    book = ledger()
+    book.start("w", "a.1", new_tokens=10)
+    book.report("w", report(1, last_request={"router-0": "a.1"}, short_blocks=7), now_s=0.0)
+    book.start("w", "a.2", new_tokens=10)
+    load = book.loads(["w"], now_s=0.0)["w"]
+    assert (load.unreported, load.short_blocks) == (1, 7)
+    assert book.loads(["w"], now_s=9.0)["w"].short_blocks is None, "of an old report"
+
+
 def test_other_routers_work_is_added_to_our_own():
     book = ledger()
     book.start("w", "a.1", new_tokens=10)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_runtime.errors import ConfigError
+from kimi_runtime.router.cost.learn import Learning
 from kimi_runtime.sim.cluster import ClusterEvent, ClusterSpec
 from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.report import summary
@@ -81,6 +82,19 @@ def test_fast_forwarding_changes_no_record(cluster):
         assert ours.first_s == pytest.approx(theirs.first_s, abs=1e-6)
         assert (ours.hbm_tokens, ours.pool_tokens) == (theirs.hbm_tokens, theirs.pool_tokens)
         assert ours.workers == theirs.workers
+
+
+def test_the_router_learns_answers_as_long_as_they_are(monkeypatch):
+    learned = []
+    finished = Learning.finished
+
+    def noted(self, decided, output_tokens, *, cut=False):
+        learned.append(output_tokens)
+        finished(self, decided, output_tokens, cut=cut)
+
+    monkeypatch.setattr(Learning, "finished", noted)
+    run = ran(SMALL, agents(8, 1, ALL))
+    assert sorted(learned) == sorted(record.output_tokens for record in run.records)
 
 
 def test_no_first_token_comes_before_its_prompt_was_computed_or_read():

@@ -78,6 +78,7 @@ class ReferenceAdapter:
 
     def load(self) -> LoadReport:
         """What it has to do right now; every call raises `seq`."""
+        unclaimed = self._parts.landing.unclaimed
         reading = (one.request.to_compute for one in self._loop.streams if not one.scheduled)
         return LoadReport(
             epoch=self._info.epoch,
@@ -85,7 +86,8 @@ class ReferenceAdapter:
             waiting=self._scheduler.waiting + self._fetching,
             running=self._scheduler.running,
             queued_tokens=self._scheduler.queued_tokens + sum(reading),
-            free_blocks=self._parts.landing.unclaimed,
+            free_blocks=max(unclaimed, 0),
+            short_blocks=max(-unclaimed, 0),
             total_blocks=self._scheduler.blocks.total,
             steps=self._counters.steps,
             last_request=dict(self._intake.last_request),

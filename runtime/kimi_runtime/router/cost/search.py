@@ -144,7 +144,7 @@ class Search:
         return (
             *(one.kind, one.waiting, one.running, one.queued_tokens, one.cached_tokens),
             *(one.free_blocks, one.total_blocks, one.block_tokens, one.max_context_tokens),
-            *(one.max_running, one.releases, one.utilisation, one.unused_blocks),
+            *(one.max_running, one.releases, one.line, one.utilisation, one.unused_blocks),
             *(one.space_price_s, one.checkpoints, one.certain, one.age_s, one.streams),
             self.context.models.speeds(one.kind).bias(one.name),
         )

@@ -123,7 +123,8 @@ class Seat:
         """Seconds until there is room for `tokens`, and their variance."""
         worker = self.worker
         need = math.ceil(tokens / worker.block_tokens)
-        if worker.max_running is None and worker.free_blocks >= need * (worker.waiting + 1):
+        at_once = worker.line is None and worker.max_running is None
+        if at_once and worker.free_blocks >= need * (worker.waiting + 1):
             return 0.0, 0.0
         return wait_for_room(worker, min(need, worker.total_blocks), each_s)
 

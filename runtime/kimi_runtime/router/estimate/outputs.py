@@ -89,6 +89,12 @@ class Outputs:
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[tuple[bytes, Phase], _Known] = OrderedDict()
 
+    @property
+    def usual(self) -> float:
+        """Tokens of an answer in the middle of a task, on average."""
+        common = self._phases[Phase.TOOL]
+        return math.exp(common.log_mean + common.log_var / 2)
+
     def expect(self, session: bytes, phase: Phase, *, limit: int) -> Length:
         """The length of the session's next answer, at most `limit` tokens."""
         common, own = self._phases[phase], self._sessions.get((session, phase))

@@ -11,7 +11,7 @@ from kimi_runtime.errors import Unavailable
 from kimi_runtime.router.cost.order import Grid
 from kimi_runtime.router.plan import Mode
 from kimi_runtime.router.policies.cost import CostPolicy
-from kimi_runtime.router.view import KvSource, RequestClass
+from kimi_runtime.router.view import KvSource, Line, RequestClass
 from kimi_runtime.spec.router import Cost
 from kimi_runtime.spec.worker import Role
 from worker_views import turn, worker
@@ -38,6 +38,7 @@ any_worker = st.builds(
     utilisation=st.sampled_from([None, 0.0, 0.5, 0.95]),
     space_price_s=st.sampled_from([0.0, 0.001]),
     unused_blocks=st.sampled_from([None, 0, 16_384]),
+    line=st.sampled_from([None, None, Line(900), Line(-90, ((700, 2.0),), ((3.0, 2_000),))]),
 )
 
 
