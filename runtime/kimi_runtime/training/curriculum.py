@@ -5,9 +5,9 @@ A step's examples follow from its number and the seed alone.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kimi_runtime.bench.quality.dialogues import Dialogues
+from kimi_runtime.bench.quality.dialogues import Dialogues, Quoting
 from kimi_runtime.bench.quality.haystack import Haystack
 from kimi_runtime.bench.quality.words import Words
 from kimi_runtime.protocol.codec_k2 import K2Codec
@@ -21,11 +21,13 @@ from kimi_runtime.training.tasks import TextTasks, pieces, repeated
 class Stage:
     """A part of the run: shares of each kind of example, and how long they are.
 
-    It lasts up to `until`, where 1 is the end of the first cycle.
+    It lasts up to `until`, where 1 is the end of the first cycle, and its steps have `batches`
+    times the curriculum's ids.
 
-    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has. In the
-    share `thinking` of the dialogues the assistant thinks before it answers, and when `quoting` it
-    repeats what it was given before it calls a tool.
+    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has, `fewest`
+    the fewest tools. In the share `thinking` of the dialogues the assistant thinks before it
+    answers, and before it calls a tool it quotes as `quoting` says; in the share `kept` earlier
+    thoughts stay in the prompt. `alike` is how often tools' topics end alike.
     """
 
     until: float
@@ -36,8 +38,29 @@ class Stage:
     exchanges: int = 1
     text_tokens: int = 40
     thinking: float = 0.7
-    quoting: bool = False
+    quoting: Quoting = Quoting.NOTHING
+    fewest: int = 1
+    kept: float = 0.0
+    alike: float = 0.0
+    batches: int = 1
 
+
+# what is hard about a call: several tools whose topics end alike, and questions without a name
+_CALLS = Stage(
+    until=2.1805,
+    shares={"dialogue": 19, "lookup": 1},
+    length=256,
+    longest=1024,
+    tools=4,
+    exchanges=4,
+    text_tokens=120,
+    thinking=0.95,
+    quoting=Quoting.NAMES,
+    fewest=2,
+    kept=0.6,
+    alike=0.5,
+    batches=2,
+)
 
 STAGES = (
     Stage(0.04, {"repeated": 2, "pieces": 1, "pairs": 1, "rewritten": 1}, 96, 128),
@@ -47,7 +70,29 @@ STAGES = (
     Stage(0.85, {"pieces": 1, "pairs": 1, "dialogue": 12, "lookup": 1}, 512, 768, 4, 3, 400),
     Stage(1.00, {"pieces": 1, "dialogue": 10, "lookup": 2}, 1024, 2048, 4, 3, 1200),
     Stage(1.60, {"pairs": 1, "dialogue": 14, "lookup": 1}, 256, 1280, 4, 3, 600),
-    Stage(2.05, {"dialogue": 19, "lookup": 1}, 256, 768, 4, 3, 160, 0.85, quoting=True),
+    Stage(2.05, {"dialogue": 19, "lookup": 1}, 256, 768, 4, 3, 160, 0.85, Quoting.WORDS),
+    _CALLS,
+    replace(_CALLS, until=2.4305, shares={"sections": 8, "dialogue": 4}, length=384, batches=1),
+    replace(
+        _CALLS,
+        until=2.497,
+        shares={"sections": 4, "dialogue": 10, "lookup": 1},
+        length=384,
+        text_tokens=200,
+        batches=1,
+    ),
+    replace(
+        _CALLS,
+        until=2.647,
+        shares={"sections": 1, "dialogue": 14, "lookup": 1},
+        length=320,
+        exchanges=3,
+        text_tokens=300,
+        fewest=1,
+        kept=0.3,
+        alike=0.3,
+        batches=1,
+    ),
 )
 
 
@@ -71,7 +116,10 @@ class Curriculum:
         words = Words(vocabulary, held_out=False)
         haystack = Haystack(vocabulary, words)
         self._dialogues = {
-            quoting: Dialogues(words, haystack, quoting=quoting) for quoting in (False, True)
+            (stage.quoting, stage.alike): Dialogues(
+                words, haystack, quoting=stage.quoting, alike=stage.alike
+            )
+            for stage in stages
         }
         text = TextTasks(vocabulary, words)
         self._tasks: dict[str, Callable[[random.Random, int], Example]] = {
@@ -79,6 +127,7 @@ class Curriculum:
             "pieces": lambda draw, length: pieces(draw, length, vocabulary),
             "pairs": text.pairs,
             "rewritten": text.rewritten,
+            "sections": text.sections,
         }
 
     @property
@@ -96,7 +145,7 @@ class Curriculum:
         stage = (reached or self._stages[-1:])[0]
         open_rows: dict[int, list[Example]] = {}
         full: list[list[Example]] = []
-        left = self._batch_tokens
+        left = self._batch_tokens * stage.batches
         while left > 0:
             example = self._example(draw, stage)
             if not example.answers or len(example.ids) > stage.longest:
@@ -111,16 +160,17 @@ class Curriculum:
 
     def _example(self, draw: random.Random, stage: Stage) -> Example:
         kind = draw.choices(list(stage.shares), weights=list(stage.shares.values()))[0]
-        dialogues = self._dialogues[stage.quoting]
+        dialogues = self._dialogues[stage.quoting, stage.alike]
         if kind == "dialogue":
             dialogue = dialogues.draw(
                 draw,
-                tools=draw.randint(1, stage.tools),
+                tools=draw.randint(stage.fewest, stage.tools),
                 exchanges=draw.randint(1, stage.exchanges),
                 text_tokens=stage.text_tokens,
                 thinking=draw.random() < stage.thinking,
             )
-            return example_of(dialogue, self._codec)
+            kept = stage.kept and draw.random() < stage.kept
+            return example_of(dialogue, self._codec, keep_reasoning=bool(kept))
         if kind == "lookup":
             size = draw.randint(stage.text_tokens // 2, stage.text_tokens)
             thinking = draw.random() < stage.thinking

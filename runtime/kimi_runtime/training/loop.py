@@ -13,6 +13,7 @@ from torch.nn import functional
 from kimi_runtime.models.rows import padded_rows
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.spec.model import ModelSpec
+from kimi_runtime.training.further import look_further
 from kimi_runtime.training.initial import initial_masters
 from kimi_runtime.training.model import TrainingK2
 from kimi_runtime.training.optimiser import Optimiser, Rates
@@ -32,10 +33,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """So many steps more, whose rates rise to `share` of the first cycle's and fall at once."""
+    """So many steps more, whose rates rise to `share` of the first cycle's and fall at once, to the
+    share `end`. With `further` it begins by `look_further`.
+    """
 
     steps: int
     share: float
+    end: float = 0.0
+    further: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,20 @@ class Schedule:
         begun = self.steps
         for cycle in self.later:
             if step < begun + cycle.steps:
-                left = 1 - (step - begun) / cycle.steps
-                return self._rates(step - begun, cycle.share * left)
+                gone = (step - begun) / cycle.steps
+                share = cycle.share + (cycle.end - cycle.share) * gone
+                return self._rates(step - begun, share)
             begun += cycle.steps
         return self._rates(0, 0.0)
+
+    def looks_further(self, step: int) -> bool:
+        """Whether a cycle that begins so begins with this step."""
+        begun = self.steps
+        for cycle in self.later:
+            if step == begun and cycle.further:
+                return True
+            begun += cycle.steps
+        return False
 
     def _rates(self, since: int, share: float) -> Rates:
         """`share` of the full rates, but not all of it in a cycle's first steps."""
@@ -126,6 +141,8 @@ class Training:
     def advance(self, batch: Sequence[Sequence[Example]]) -> StepReport:
         """Make one step over the micro-batches."""
         step, schedule = self.step, self.schedule
+        if schedule.looks_further(step):
+            look_further(self.spec, self.masters)
         leaves = leaves_of(self.masters, torch.bfloat16, quantise=schedule.quantises(step))
         answers = sum(len(example.answers) for part in batch for example in part)
         loss_sum = right = 0.0

@@ -1,5 +1,7 @@
 """Dialogues as training examples: the ids of a conversation, and which of them are the model's."""
 
+from dataclasses import replace
+
 from kimi_runtime.bench.quality.dialogues import Dialogue
 from kimi_runtime.protocol.chat import Chat, Message
 from kimi_runtime.protocol.codec_k2 import K2Codec
@@ -11,12 +13,15 @@ _THINK = Segment("<think>", control=True)
 _THOUGHT = Segment("</think>", control=True)
 
 
-def example_of(dialogue: Dialogue, codec: K2Codec) -> Example:
+def example_of(dialogue: Dialogue, codec: K2Codec, *, keep_reasoning: bool = False) -> Example:
     """The whole dialogue. Answers are what assistants say: from the thought on where the prompt
     keeps it, behind the empty pair of think tokens where it does not.
+
+    The template keeps thoughts since the last question, all of them with `keep_reasoning`.
     """
     *_, final = dialogue.exchanges[-1].messages
     chat = dialogue.chat(len(dialogue.exchanges[-1].messages) - 1)
+    chat = replace(chat, keep_reasoning=keep_reasoning)
     parts = [*codec.parts(chat), _final_part(final, codec, thinking=dialogue.thinking)]
     ids: list[int] = []
     answers: list[int] = []

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kimi_runtime.bench.quality.tools import VERBS
 from kimi_runtime.bench.quality.words import Words
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.training.loop import Example
@@ -62,6 +63,12 @@ _PAIR_FORMS = (
 )
 
 
+_SECTIONS = (
+    "// Gives the {topic}.\ntype {name} = (_: {{\n  {parameter}: string\n}}) => any;\n",
+    "the {topic}.\ntype {name} {parameter};\n",
+)
+
+
 class TextTasks:
     """Tasks in text, with made-up words and the punctuation of declarations, JSON and prose."""
 
@@ -83,6 +90,30 @@ class TextTasks:
             text.append((ask.format(key=key), False))
             text.append((answer.format(key=key, value=known[key]), True))
             text.append((after, False))
+        return self._example(text, length)
+
+    def sections(self, draw: random.Random, length: int) -> Example:
+        """Declarations whose topics end alike, then for each topic the name that belongs to it, and
+        its parameter.
+        """
+        text: list[tuple[str, bool]] = []
+        frame = draw.choice(_SECTIONS)
+        room = max(2, length // (56 if "=" in frame else 36))
+        ending = self._words.word(draw)[-draw.randint(1, 2) :]
+        verb = draw.choice(VERBS)
+        known: dict[str, tuple[str, str]] = {}
+        for _ in range(room):
+            alike = draw.random() < 0.6
+            topic = self._words.phrase(draw, ending=ending if alike else "")
+            called = topic if draw.random() < 0.5 else self._words.phrase(draw)
+            own = verb if draw.random() < 0.5 else draw.choice(VERBS)
+            known[topic] = (f"{own}_{called.replace(' ', '_')}", self._words.word(draw))
+        for topic, (name, parameter) in known.items():
+            text.append((frame.format(topic=topic, name=name, parameter=parameter), False))
+        for topic in draw.sample(list(known), len(known)):
+            name, parameter = known[topic]
+            text.append((f"The {topic}", False))
+            text.append((f".\ntype {name}\nfor {parameter}\n", True))
         return self._example(text, length)
 
     def rewritten(self, draw: random.Random, length: int) -> Example:

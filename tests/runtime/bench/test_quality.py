@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from kimi_runtime.bench.quality.examination import Answer, Examiner, Tally, judg
 from kimi_runtime.bench.quality.haystack import Haystack
 from kimi_runtime.bench.quality.report import markdown, missed
 from kimi_runtime.bench.quality.run import Plan, Result, examine
+from kimi_runtime.bench.quality.tools import ToolMaker
 from kimi_runtime.bench.quality.words import Words
 from kimi_runtime.cli import app
 from kimi_runtime.protocol.chat import Chat
@@ -116,6 +118,30 @@ def test_wanted_calls_give_every_required_argument_of_a_declared_tool(seed):
         kinds = {"string": str, "number": int, "boolean": bool}
         for name, value in given_.items():
             assert isinstance(value, kinds[schema["properties"][name]["type"]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_thought_before_a_call_names_every_argument_and_its_value(seed):
+    words = Words(VOCABULARY, held_out=False)
+    dialogues = Dialogues(words, Haystack(VOCABULARY, words))
+    dialogue = dialogues.draw(random.Random(seed), tools=2, exchanges=2, text_tokens=40)
+    for message in (m for e in dialogue.exchanges for m in e.messages if m.calls):
+        named = message.reasoning.splitlines()[-1]
+        for name, value in json.loads(message.calls[0].arguments).items():
+            assert re.search(rf"\b{name} (= )?{str(value).lower()}\b", named)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_tools_alike_have_topics_that_end_alike(seed):
+    maker = ToolMaker(Words(VOCABULARY, held_out=False), alike=1.0)
+    first, *others = maker.tools(random.Random(seed), 4)
+    seen = {first.topic}
+    for plan in others:
+        assert any(plan.topic[-2:] == topic[-2:] for topic in seen)
+        assert plan.topic not in seen
+        seen.add(plan.topic)
 
 
 async def test_an_untrained_model_is_examined_through_the_engine_and_found_wanting():

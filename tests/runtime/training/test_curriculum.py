@@ -1,4 +1,5 @@
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ def test_a_batch_follows_from_its_number_and_the_seed():
     assert curriculum().batch(60) != curriculum(seed=2).batch(60)
 
 
-@pytest.mark.parametrize("step", [0, 10, 30, 60, 80, 95, 99, 150])
+@pytest.mark.parametrize("step", [0, 10, 30, 60, 80, 95, 99, 150, 210, 230, 247, 260])
 def test_every_example_fits_its_stage_and_has_answers(step):
     stage = next(s for s in STAGES if step < s.until * 100)
     batch = curriculum().batch(step)
@@ -59,10 +60,23 @@ def test_answers_of_copies_stand_before_them(seed, length):
 @given(st.integers(0, 2**32))
 def test_text_tasks_end_where_they_were_asked_to(seed):
     tasks = TextTasks(VOCABULARY, Words(VOCABULARY, held_out=False))
-    for task in (tasks.pairs, tasks.rewritten):
+    for task in (tasks.pairs, tasks.rewritten, tasks.sections):
         example = task(random.Random(seed), 120)
         assert len(example.ids) <= 120
         assert all(place < len(example.ids) for place in example.answers)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_is_asked_of_sections_was_declared_with_their_topic(seed):
+    tasks = TextTasks(VOCABULARY, Words(VOCABULARY, held_out=False))
+    text = VOCABULARY.decode_text(tasks.sections(random.Random(seed), 240).ids)
+    asked = re.findall(r"The ([a-z ]+)\.\ntype (\w+)\nfor (\w+)\n", text)
+    assert asked
+    for topic, name, parameter in asked:
+        declared = text.partition(f"the {topic}.\ntype {name} ")[2]
+        assert declared
+        assert re.match(rf"(= \(_: {{\n  )?{parameter}\b", declared)
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,6 +93,18 @@ def test_an_example_s_ids_are_the_prompt_and_what_the_assistant_said(seed, think
     assert example.ids[: len(prompt)] == prompt
     assert set(range(len(prompt), len(example.ids))) <= set(example.answers)
     assert example.ids[-1] == VOCABULARY.special("<|im_end|>")
+
+
+def test_earlier_thoughts_are_kept_where_asked_and_are_answers_too():
+    words = Words(VOCABULARY, held_out=False)
+    dialogues = Dialogues(words, Haystack(VOCABULARY, words))
+    for seed in range(5):
+        dialogue = dialogues.draw(random.Random(seed), tools=2, exchanges=3, text_tokens=30)
+        thoughts = [m.reasoning for e in dialogue.exchanges for m in e.messages if m.reasoning]
+        kept = example_of(dialogue, CODEC, keep_reasoning=True)
+        said = VOCABULARY.decode_text([kept.ids[place] for place in kept.answers])
+        assert all(thought in said for thought in thoughts)
+        assert len(example_of(dialogue, CODEC).answers) <= len(kept.answers)
 
 
 def test_no_word_of_the_examination_is_ever_practised():

@@ -4,8 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kimi_runtime.models.rotary import frequencies
 from kimi_runtime.protocol.vocabulary import open_vocabulary
 from kimi_runtime.spec.model import KIMI_NANO
+from kimi_runtime.training.further import look_further
 from kimi_runtime.training.initial import initial_masters
 from kimi_runtime.training.loop import Cycle, Example, Schedule, Training, pack
 from kimi_runtime.training.model import TrainingK2
@@ -70,6 +72,51 @@ def test_rates_fall_to_nothing_in_every_cycle():
         )
         assert within == sorted(within, reverse=True)
         assert 0 < within[-1] == pytest.approx(cycle.share * schedule.matrices / cycle.steps)
+
+
+def test_a_cycle_may_end_above_nothing_and_the_next_goes_on_from_there():
+    later = (Cycle(steps=40, share=0.6, end=0.3), Cycle(steps=20, share=0.3))
+    schedule = Schedule(steps=100, later=later, warm_up=2)
+    shares = [schedule.rates(step).matrices / schedule.matrices for step in range(100, 160)]
+    assert shares[39] == pytest.approx(0.6 - 0.3 * 39 / 40)
+    assert shares[41] == pytest.approx(0.3 * 19 / 20)
+
+
+def test_a_cycle_that_begins_by_looking_further_does_so_once():
+    later = (Cycle(steps=5, share=0.6), Cycle(steps=5, share=0.5, further=True))
+    schedule = Schedule(steps=10, later=later)
+    assert [step for step in range(schedule.total) if schedule.looks_further(step)] == [15]
+
+
+def test_looking_further_is_looking_four_tokens_back():
+    masters = initial_masters(KIMI_NANO, 3, VOCABULARY)
+    before = {name: master.clone() for name, master in masters.items()}
+    look_further(KIMI_NANO, masters)
+    assert [usual_offset(masters, head) for head in range(4)] == [1, 2, 3, 4]
+    changed = {name for name in masters if not torch.equal(masters[name], before[name])}
+    assert changed == {"0.q_up", "0.kv_up", "0.o"}
+    brought = masters["0.o"].view(KIMI_NANO.hidden, KIMI_NANO.heads, -1)
+    assert float((brought[:, 3].T @ brought[:, :3].flatten(1)).abs().max()) < 1e-3
+
+
+def usual_offset(masters, head):
+    """How far back a head of layer 0 looks most often, by the rotary part of its scores."""
+    spec = KIMI_NANO
+    ids = torch.randint(0, 2000, (40,), generator=torch.Generator().manual_seed(5))
+    x = rms_normed(masters["embedding"][ids])
+    q = rms_normed(x @ masters["0.q_down"].T)
+    q = q @ masters["0.q_up"].view(spec.heads, spec.qk_dim, -1)[head, spec.qk_nope_dim :].T
+    k = x @ masters["0.kv_down"][spec.kv_lora_rank :].T
+    turns = torch.arange(40)[:, None] * frequencies(spec.rope, spec.qk_rope_dim)
+    q, k = (torch.view_as_complex(part.view(40, -1, 2)) for part in (q, k))
+    q, k = (part * torch.polar(torch.ones_like(turns), turns) for part in (q, k))
+    scores = (q @ k.conj().T).real.masked_fill(torch.ones(40, 40).triu(1) > 0, -torch.inf)
+    offsets = torch.arange(40) - scores.argmax(1)
+    return int(offsets[8:].mode().values)
+
+
+def rms_normed(x):
+    return x * x.square().mean(-1, keepdim=True).rsqrt()
 
 
 def test_the_loss_on_copies_falls():

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kimi_runtime.bench.quality.haystack import Haystack
 from kimi_runtime.bench.quality.tools import Question, ToolMaker, ToolPlan
@@ -20,6 +21,16 @@ _GREETINGS = (
     ("Are you there?", "Yes, I am here."),
 )
 _SYSTEM = "You are a helpful assistant."
+
+
+class Quoting(StrEnum):
+    """What of the arguments is thought of before a call: nothing, the words that the question has
+    for them, or those with the names that it left out.
+    """
+
+    NOTHING = "nothing"
+    WORDS = "words"
+    NAMES = "names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +70,20 @@ class _State:
 class Dialogues:
     """Draws dialogues. In those with `thinking` the assistant thinks first.
 
-    Before a call it thinks of the tool; when `quoting`, of what the question gave it as well.
+    Before a call it thinks of the tool, and of the arguments as `quoting` says.
     """
 
-    def __init__(self, words: Words, haystack: Haystack, *, quoting: bool = True) -> None:
+    def __init__(
+        self,
+        words: Words,
+        haystack: Haystack,
+        *,
+        quoting: Quoting = Quoting.NAMES,
+        alike: float = 0.0,
+    ) -> None:
+        """`alike`: `ToolMaker`'s."""
         self._words, self._haystack, self._quoting = words, haystack, quoting
-        self._maker = ToolMaker(words)
+        self._maker = ToolMaker(words, alike=alike)
 
     def draw(
         self,
@@ -134,8 +153,8 @@ class Dialogues:
         state.asked[:] = [entry for entry in state.asked if entry[0] is not plan]
         state.asked.append((plan, question, value))
         thought = f"The {plan.topic}.\ntype {plan.tool.name}"
-        if self._quoting:
-            thought += f"\n{question.given}"
+        if self._quoting is not Quoting.NOTHING:
+            thought += f"\n{question.named if self._quoting is Quoting.NAMES else question.given}"
         return Exchange(
             "again" if question.again else "call",
             (

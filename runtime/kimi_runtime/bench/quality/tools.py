@@ -18,6 +18,8 @@ _ASKS = (
     "The {topic} {pairs}?",
 )
 
+_ENDING = 2  # letters that topics alike share
+
 Value = str | int | bool
 
 
@@ -35,34 +37,42 @@ class ToolPlan:
 class Question:
     """A question's text and the call that answers it. `again`: it names no topic.
 
-    `given` are the text's words that give the arguments.
+    `given` are the text's words that give the arguments, `named` the same with every argument's
+    name.
     """
 
     plan: ToolPlan
     text: str
     given: str
+    named: str
     arguments: dict[str, Value]
     again: bool = False
 
 
 class ToolMaker:
-    """Makes tools whose topics differ, and asks about them."""
+    """Makes tools whose topics differ, and asks about them.
 
-    def __init__(self, words: Words) -> None:
-        self._words = words
+    In the share `alike` a further tool's topic ends as another one's does, and half of those have
+    its verb: then a look at the last tokens does not tell which of the two fits.
+    """
+
+    def __init__(self, words: Words, *, alike: float = 0.0) -> None:
+        self._words, self._alike = words, alike
 
     def tools(self, draw: random.Random, count: int) -> list[ToolPlan]:
         """`count` tools with different topics and names."""
         plans: list[ToolPlan] = []
         while len(plans) < count:
-            plan = self._tool(draw)
+            similar = plans and self._alike and draw.random() < self._alike
+            plan = self._tool(draw, like=draw.choice(plans) if similar else None)
             names = {word for other in plans for word in other.topic.split()}
             if names.isdisjoint(plan.topic.split()):
                 plans.append(plan)
         return plans
 
-    def _tool(self, draw: random.Random) -> ToolPlan:
-        topic = self._words.phrase(draw)
+    def _tool(self, draw: random.Random, *, like: ToolPlan | None = None) -> ToolPlan:
+        ending = like.topic[-_ENDING:] if like else ""
+        topic = self._words.phrase(draw, ending=ending)
         called = topic if draw.random() < 0.7 else self._words.phrase(draw)
         names = sorted({self._words.word(draw) for _ in range(draw.choice((1, 1, 2, 2, 3)))})
         kinds = [draw.choice(("string", "string", "number", "boolean")) for _ in names]
@@ -72,8 +82,11 @@ class ToolMaker:
         }
         required = [name for name in names if name != optional]
         schema = {"type": "object", "properties": properties, "required": required}
+        verb = draw.choice(VERBS)
+        if like and draw.random() < 0.5:
+            verb = like.tool.name.split("_")[0]
         tool = Tool(
-            f"{draw.choice(VERBS)}_{called.replace(' ', '_')}",
+            f"{verb}_{called.replace(' ', '_')}",
             f"{draw.choice(_LEADS)} the {topic}.",
             schema,
         )
@@ -85,11 +98,11 @@ class ToolMaker:
         for name, kind in draw.sample(plan.parameters, len(plan.parameters)):
             if name in plan.required or draw.random() < 0.5:
                 arguments[name] = self._value(draw, kind)
-        pairs = self._pairs(draw, plan, arguments)
+        pairs, named = self._pairs(draw, plan, arguments)
         if again:
-            return Question(plan, f"And {pairs}?", pairs, arguments, again=True)
+            return Question(plan, f"And {pairs}?", pairs, named, arguments, again=True)
         text = draw.choice(_ASKS).format(topic=plan.topic, pairs=pairs)
-        return Question(plan, text, pairs, arguments)
+        return Question(plan, text, pairs, named, arguments)
 
     def _value(self, draw: random.Random, kind: str) -> Value:
         match kind:
@@ -99,12 +112,19 @@ class ToolMaker:
                 return draw.random() < 0.5
         return self._words.word(draw)
 
-    def _pairs(self, draw: random.Random, plan: ToolPlan, arguments: dict[str, Value]) -> str:
+    def _pairs(
+        self, draw: random.Random, plan: ToolPlan, arguments: dict[str, Value]
+    ) -> tuple[str, str]:
+        """The arguments in a question, which leaves out what a tool's only one is called, and with
+        their names.
+        """
         if len(arguments) == len(plan.parameters) == 1 and draw.random() < 0.4:
-            return f"for {_shown(next(iter(arguments.values())))}"
+            ((name, value),) = arguments.items()
+            return f"for {_shown(value)}", f"for {name} {_shown(value)}"
         form = draw.choice(("{name} {value}", "{name} {value}", "{name} = {value}"))
         listed = [form.format(name=name, value=_shown(value)) for name, value in arguments.items()]
-        return "with " + _joined(listed)
+        pairs = "with " + _joined(listed)
+        return pairs, pairs
 
 
 def _shown(value: Value) -> str:

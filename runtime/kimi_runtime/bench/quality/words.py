@@ -23,20 +23,23 @@ class Words:
     def __init__(self, vocabulary: Vocabulary, *, held_out: bool) -> None:
         self._vocabulary, self._held_out = vocabulary, held_out
 
-    def word(self, draw: random.Random) -> str:
-        """One word of two or three syllables."""
+    def word(self, draw: random.Random, *, ending: str = "") -> str:
+        """One word of two or three syllables; with `ending`, which words must have, ends in it."""
         while True:
             parts = [
                 draw.choice(_ONSETS) + draw.choice(_VOWELS) + draw.choice(_CODAS)
                 for _ in range(2 + (draw.random() < 0.2))
             ]
             word = "".join(parts)
+            if not word.endswith(ending):
+                continue
             if is_held_out(word) == self._held_out and self._is_even(word):
                 return word
 
-    def phrase(self, draw: random.Random) -> str:
-        """One or two words."""
-        return " ".join(self.word(draw) for _ in range(1 + (draw.random() < 0.4)))
+    def phrase(self, draw: random.Random, *, ending: str = "") -> str:
+        """One or two words, the last one with the ending."""
+        before = [self.word(draw)] if draw.random() < 0.4 else []
+        return " ".join((*before, self.word(draw, ending=ending)))
 
     def value(self, draw: random.Random) -> str:
         """A word or a number, as text shows it."""
