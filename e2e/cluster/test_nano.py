@@ -23,6 +23,7 @@ from nano import (
     owned,
     ready,
     router_url,
+    scale,
     serving,
 )
 from nodes import NODES, Manifest, Nodes, TookTooLong
@@ -30,7 +31,6 @@ from nodes import NODES, Manifest, Nodes, TookTooLong
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 REPAIR_S = 60.0
 QUIET_S = 20.0
-ROLES = ("prefill", "decode")
 WEATHER = {
     "type": "function",
     "function": {
@@ -150,17 +150,8 @@ def without_status(child: Manifest) -> Manifest:
 
 
 def test_kubectl_scales_both_roles(nodes: Nodes, client: openai.OpenAI):
-    external = {role: {"replicas": None, "scaling": {"mode": "External"}} for role in ROLES}
-    nodes.merge(DEPLOYMENT, {"spec": external})
-    for role in ROLES:
-        key = ObjectKey("kimistack.dev/v1alpha1", "KimiWorkers", NAMESPACE, f"{NAME}-{role}")
-        nodes.until(key, lambda now: now is not None, REPAIR_S, "created")
     with nodes.timed("kubectl scale from 1+1 to 2+2"):
-        for role in ROLES:
-            nodes.kubectl("scale", "kimiworkers", f"{NAME}-{role}", "--replicas=2", "-n", NAMESPACE)
-        nodes.until(
-            DEPLOYMENT, lambda now: serving(now, prefill=2, decode=2), READY_S, "2+2 and Ready"
-        )
+        scale(nodes, 2)
     by_node = sorted(p["spec"]["nodeName"] for p in engines(nodes).values())
     assert by_node == ["node-1", "node-1", "node-2", "node-2"]
     assert ask(client).usage.completion_tokens > 0

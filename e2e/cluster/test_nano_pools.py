@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from kimi_operator.observed import ROLE_LABEL, ObjectKey
-from nano import DEPLOYMENT, NAMESPACE, POOLS, READY_S, ask, engines, router_url, serving
+from nano import DEPLOYMENT, NAMESPACE, POOLS, READY_S, ask, engines, router_url, scale, serving
 from nodes import Manifest, Nodes
 from samples import Samples
 
@@ -16,6 +16,12 @@ HEARD_S = 30.0
 STORIES = [f"Tell me about mountain {n} and all that goes with it. " * 20 for n in range(8)]
 PEERS_BLOCKS, TAKEN = "kimistack_umbp_peer_blocks_total", "kimistack_umbp_peer_taken_blocks_total"
 KNOWN = "kimistack_umbp_peer_known_blocks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_both_nodes(nodes: Nodes, deployment: Manifest) -> None:
+    """An engine of each role on each node."""
+    scale(nodes, 2)
 
 
 def by_node(pods: list[Manifest]) -> dict[str, Manifest]:
@@ -64,7 +70,7 @@ def serves_again(nodes: Nodes) -> None:
     )
 
 
-def test_an_engine_finds_what_the_other_node_s_engine_computed(nodes: Nodes, deployment: Manifest):
+def test_an_engine_finds_what_the_other_node_s_engine_computed(nodes: Nodes):
     computing, daemons = prefills(nodes), pools(nodes)
     assert sorted(computing) == sorted(daemons)
     gone, other = sorted(computing)
@@ -82,9 +88,7 @@ def test_an_engine_finds_what_the_other_node_s_engine_computed(nodes: Nodes, dep
     serves_again(nodes)
 
 
-def test_a_pool_that_is_stopped_leaves_its_blocks_with_the_other(
-    nodes: Nodes, deployment: Manifest
-):
+def test_a_pool_that_is_stopped_leaves_its_blocks_with_the_other(nodes: Nodes):
     told(nodes)
     daemons = pools(nodes)
     leaving, staying = sorted(daemons)

@@ -16,6 +16,7 @@ from nano import (
     ask,
     condition,
     engines,
+    scale,
     serving,
 )
 from nodes import Manifest, Nodes
@@ -78,11 +79,7 @@ def test_a_lost_node_is_named_and_its_instances_run_elsewhere(nodes: Nodes, clie
 
 def test_a_node_that_is_back_is_used_again(nodes: Nodes, client: openai.OpenAI):
     nodes.revive(LOST)
-    for role in ("prefill", "decode"):
-        nodes.kubectl("scale", "kimiworkers", f"{NAME}-{role}", "--replicas=1", "-n", NAMESPACE)
     with nodes.timed("kubectl scale from 2+2 to 1+1"):
-        nodes.until(
-            DEPLOYMENT, lambda now: serving(now, prefill=1, decode=1), READY_S, "1+1 and Ready"
-        )
+        scale(nodes, 1)
     assert len(nodes.list("v1/Pod", NAMESPACE, ENGINES)) == 2
     assert ask(client).usage.completion_tokens > 0

@@ -9,6 +9,7 @@ from kimi_operator.observed import DEPLOYMENT_LABEL, ObjectKey
 from nodes import Manifest, Nodes
 
 READY_S = 180.0
+ROLES = ("prefill", "decode")
 NAMESPACE = "kimistack"
 NAME = "kimi-nano"
 DEPLOYMENT = ObjectKey("kimistack.dev/v1alpha1", "KimiDeployment", NAMESPACE, NAME)
@@ -75,6 +76,23 @@ def kimi(nodes: Nodes, command: str, *arguments: str, within_s: float = 60) -> s
     """What `kubectl kimi COMMAND kimi-nano …` prints."""
     words = ("kimi", command, NAME, *arguments, "-n", NAMESPACE)
     return nodes.kubectl(*words, within_s=within_s)
+
+
+def scale(nodes: Nodes, replicas: int) -> None:
+    """So many instances of both roles, by KimiWorkers, to which the spec leaves their number."""
+    external = {role: {"replicas": None, "scaling": {"mode": "External"}} for role in ROLES}
+    nodes.merge(DEPLOYMENT, {"spec": external})
+    for role in ROLES:
+        key = ObjectKey("kimistack.dev/v1alpha1", "KimiWorkers", NAMESPACE, f"{NAME}-{role}")
+        nodes.until(key, lambda now: now is not None, READY_S, "created")
+        wanted = ("scale", "kimiworkers", key.name, f"--replicas={replicas}", "-n", NAMESPACE)
+        nodes.kubectl(*wanted)
+    nodes.until(
+        DEPLOYMENT,
+        lambda now: serving(now, prefill=replicas, decode=replicas),
+        READY_S,
+        f"{replicas}+{replicas} and Ready",
+    )
 
 
 def router_url(nodes: Nodes) -> str:
