@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -59,9 +60,13 @@ def until(heard: Callable[[], bool], what: str) -> None:
 
 
 def told(nodes: Nodes) -> list[str | None]:
-    """What is answered to each story: of several, each node computes some."""
-    with openai.OpenAI(base_url=router_url(nodes), api_key="none", max_retries=0) as client:
-        return [ask(client, story, temperature=0).choices[0].message.content for story in STORIES]
+    """What is answered to each story, all asked at once, so that both nodes compute some."""
+    with (
+        openai.OpenAI(base_url=router_url(nodes), api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(len(STORIES)) as askers,
+    ):
+        answers = askers.map(lambda story: ask(client, story, temperature=0), STORIES)
+        return [answer.choices[0].message.content for answer in answers]
 
 
 def serves_again(nodes: Nodes) -> None:
