@@ -13,7 +13,8 @@ from nodes import Manifest, Nodes
 from samples import Samples
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-HEARD_S = 30.0
+HEARD_S = 150.0
+"""A daemon hears of a new peer when its node's kubelet renews mounted ConfigMaps."""
 STORIES = [f"Tell me about mountain {n} and all that goes with it. " * 20 for n in range(8)]
 PEERS_BLOCKS, TAKEN = "kimistack_umbp_peer_blocks_total", "kimistack_umbp_peer_taken_blocks_total"
 KNOWN = "kimistack_umbp_peer_known_blocks"
