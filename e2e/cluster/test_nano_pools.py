@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 HEARD_S = 150.0
 """A daemon hears of a new peer when its node's kubelet renews mounted ConfigMaps."""
 STORIES = [f"Tell me about mountain {n} and all that goes with it. " * 20 for n in range(8)]
-PEERS_BLOCKS, TAKEN = "kimistack_umbp_peer_blocks_total", "kimistack_umbp_peer_taken_blocks_total"
+TAKEN = "kimistack_umbp_peer_taken_blocks_total"
 KNOWN = "kimistack_umbp_peer_known_blocks"
 
 
@@ -60,14 +60,15 @@ def until(heard: Callable[[], bool], what: str) -> None:
         assert time.monotonic() < end_s, what
 
 
-def told(nodes: Nodes) -> list[str | None]:
+def told(nodes: Nodes) -> list[str]:
     """What is answered to each story, all asked at once, so that both nodes compute some."""
     with (
         openai.OpenAI(base_url=router_url(nodes), api_key="none", max_retries=0) as client,
         ThreadPoolExecutor(len(STORIES)) as askers,
     ):
         answers = askers.map(lambda story: ask(client, story, temperature=0), STORIES)
-        return [answer.choices[0].message.content for answer in answers]
+        messages = [answer.choices[0].message for answer in answers]
+        return [f"{one.content}{getattr(one, 'reasoning_content', '')}" for one in messages]
 
 
 def serves_again(nodes: Nodes) -> None:
@@ -85,12 +86,10 @@ def test_an_engine_finds_what_the_other_node_s_engine_computed(nodes: Nodes):
         lambda: samples(nodes, daemons[other]).total(KNOWN, gone) > 0,
         f"the pool of {other} knows of no blocks of {gone}",
     )
-    fetched = samples(nodes, daemons[other]).total(PEERS_BLOCKS, "fetched", gone)
     nodes.delete(ObjectKey("v1", "Pod", NAMESPACE, name_of(computing[gone])))
     assert told(nodes) == said
     found = samples(nodes, computing[other])
     assert found.total("kimistack_worker_prompt_tokens_total", "pool") > 0
-    assert samples(nodes, daemons[other]).total(PEERS_BLOCKS, "fetched", gone) > fetched
     serves_again(nodes)
 
 
