@@ -9,8 +9,13 @@ again and never written over. Header fields are little-endian.
 Who maps an arena to write holds a lock on one byte of the file, far beyond its end, which its
 instance names. The lock ends with the process, so a daemon that knows only the instance of a writer
 of its predecessor's can tell whether it is still there.
+
+A client also holds a lock on one byte for each generation of its stock that it writes to. A daemon
+that gets the lock instead has the generation back: the client, which looks at the number of what
+was revoked once it has its locks, will not write there any more.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -34,6 +39,7 @@ _HEADER = struct.Struct("<8sIIIQQQQQ")
 _STATE, _STATE_OFFSET = struct.Struct("<I"), 12
 _EPOCH_OFFSET = 28
 _NUMBER, _NUMBER_OFFSET = struct.Struct("<Q"), 52
+_REVOKED_OFFSET = 64
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14, which the mmap module has no name for."""
@@ -41,8 +47,8 @@ _POPULATE_WRITE = 23
 _CHUNK_BYTES = 2 << 20
 """Mapped at a time: one call is several times cheaper than a fault for each of its pages."""
 
-_LOCKS_FROM = 1 << 61
-_FLOCK = "hhqqi"
+_LOCKS_FROM, _STOCKS_FROM = 1 << 61, 1 << 62
+_FLOCK = struct.Struct("hhqqi")
 
 
 class ArenaGone(Exception):
@@ -133,13 +139,52 @@ class Arena:
 
     def hold(self, instance: bytes) -> None:
         """Say that a process writes here under this name, until the arena is closed. OSError."""
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, instance))
+        self._set_lock(fcntl.F_RDLCK, _lock_of(instance))
 
     def held_by(self, instance: bytes) -> bool:
         """Whether a process that holds the arena under this name is there. OSError."""
-        found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, instance))
-        kind: int = struct.unpack(_FLOCK, found)[0]
+        asked = _lock(fcntl.F_WRLCK, _lock_of(instance), 1)
+        found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, asked)
+        kind: int = _FLOCK.unpack(found)[0]
         return kind != fcntl.F_UNLCK
+
+    @property
+    def revoked(self) -> int:
+        """How often the daemon has taken generations of stocks back."""
+        number: int = _NUMBER.unpack_from(self._view, _REVOKED_OFFSET)[0]
+        return number
+
+    def claim(self, first: int, count: int) -> bool:
+        """Hold `count` generations of a stock from `first` on, to write to their pages.
+
+        They may be written to, until `release`, if this is True and what was `revoked` when they
+        were granted still is the number.
+        """
+        try:
+            self._set_lock(fcntl.F_WRLCK, _STOCKS_FROM + first, count)
+        except OSError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Hold no generation any more."""
+        with contextlib.suppress(OSError):
+            self._set_lock(fcntl.F_UNLCK, _STOCKS_FROM, 0)
+
+    def take(self, generation: int) -> bool:
+        """Whether nobody holds this generation; then nobody writes to its pages any more."""
+        try:
+            self._set_lock(fcntl.F_WRLCK, _STOCKS_FROM + generation)
+        except OSError:
+            return False
+        # before the lock is given up: who gets it next must see that
+        _NUMBER.pack_into(self._view, _REVOKED_OFFSET, self.revoked + 1)
+        self._set_lock(fcntl.F_UNLCK, _STOCKS_FROM + generation)
+        return True
+
+    def _set_lock(self, kind: int, start: int, count: int = 1) -> None:
+        """OSError if somebody else's is in the way. A `count` of 0 is all from `start` on."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _lock(kind, start, count))
 
     def parts(self, extents: Sequence[Extent], size: int) -> Iterator[memoryview]:
         """The writable bytes of a block of `size` bytes, one view per extent, in order.
@@ -197,10 +242,12 @@ class Arena:
         self._closed()
 
 
-def _lock(kind: int, instance: bytes) -> bytes:
-    return struct.pack(
-        _FLOCK, kind, os.SEEK_SET, _LOCKS_FROM + int.from_bytes(instance[:7], "big"), 1, 0
-    )
+def _lock(kind: int, start: int, count: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, count, 0)
+
+
+def _lock_of(instance: bytes) -> int:
+    return _LOCKS_FROM + int.from_bytes(instance[:7], "big")
 
 
 def create_arena(

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from kimi_connect.arena import Arena
-from kimi_connect.blocks import CopiedOut, Stop, copy_in, copy_local, copy_out
+from kimi_connect.blocks import CopiedOut, Place, Stop, copy_local, copy_out, fill
 from kimi_connect.connection import now_s
 from kimi_connect.copiers import Copiers, leading
 from kimi_connect.placing import Written
 from kimi_connect.tags import Leaves
-from kimi_connect.wire import Granted, PinnedBlock
+from kimi_connect.wire import PinnedBlock
 
 
 class Batches:
@@ -51,26 +51,18 @@ class Batches:
         bad = [run.start + one.corrupt for run, one in runs if one.corrupt is not None]
         return CopiedOut(good, good if good in bad else None)
 
-    def copy_in(
+    def fill(
         self,
-        arena: Arena,
         keys: Sequence[bytes],
-        grants: Sequence[Granted],
+        places: Sequence[Place],
         views: Sequence[memoryview],
         ends_s: float,
     ) -> "list[Written]":
-        """See `blocks.copy_in`: what was written whole, up to the first that was not."""
+        """See `blocks.fill`: what was written whole, up to the first that was not."""
 
         def work(run: slice) -> "list[Written]":
-            return copy_in(
-                arena,
-                keys[run],
-                grants[run],
-                views[run],
-                self._group_bytes,
-                self._leaves,
-                _until(ends_s),
-            )
+            given = (keys[run], places[run], views[run])
+            return fill(*given, self._group_bytes, self._leaves, _until(ends_s))
 
         runs = self._copiers.run([view.nbytes for view in views], work)
         whole = leading([(run, len(written)) for run, written in runs])

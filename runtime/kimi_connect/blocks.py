@@ -19,6 +19,13 @@ PIECE_BYTES = 256 << 10
 """Copied and tagged at a time: whole leaves, and what a core's own cache holds."""
 
 
+class Place(NamedTuple):
+    """Where a block of a generation is written: its parts in the arena, in order."""
+
+    generation: int
+    parts: "list[memoryview]"
+
+
 class CopiedOut(NamedTuple):
     """How far a copy out of the arena came.
 
@@ -91,18 +98,33 @@ def copy_in(
 
     Tags are of the source: bytes that change on their way are found by whoever reads them.
     """
+    places = [
+        Place(grant.generation, list(arena.parts(grant.extents, block.nbytes)))
+        for grant, block in zip(granted, blocks, strict=False)
+    ]
+    return fill(keys, places, blocks, group_bytes, leaves, stop)
+
+
+def fill(
+    keys: Sequence[bytes],
+    places: Sequence[Place],
+    blocks: Sequence[memoryview],
+    group_bytes: Sequence[int],
+    leaves: Leaves,
+    stop: Stop,
+) -> "list[tuple[int, tuple[GroupTag, ...]]]":
+    """See `copy_in`; for places that were looked up before."""
     copies = []
-    for key, grant, block in zip(keys, granted, blocks, strict=False):
+    for key, place, block in zip(keys, places, blocks, strict=False):
         source = flat(block)
         groups = tuple(group_bytes) or (source.nbytes,)
-        parts = list(arena.parts(grant.extents, source.nbytes))
-        copies.append(_Copy(key, groups, _cut(groups, parts, [source], checked=source)))
+        copies.append(_Copy(key, groups, _cut(groups, place.parts, [source], checked=source)))
     written: list[tuple[int, tuple[GroupTag, ...]]] = []
-    for grant, copy in zip(granted, copies, strict=False):
+    for place, copy in zip(places, copies, strict=False):
         tags = _copied(copy, leaves, stop)
         if tags is None:
             break
-        written.append((grant.generation, tuple(map(GroupTag, copy.groups, tags))))
+        written.append((place.generation, tuple(map(GroupTag, copy.groups, tags))))
     return written
 
 

@@ -101,7 +101,7 @@ class ArenaClient:
                 count, outcome = self._load_part(keys[part], into[part], ends_s, tenant)
                 done += count
             if done > KEYS_A_CALL:
-                self._touch(keys[:done])
+                self._tell(Op.TOUCH, keys[:done])
         return done, outcome
 
     def store(
@@ -128,7 +128,7 @@ class ArenaClient:
                 if part.kept < part.asked or not part.asked:
                     break
             if done > part.fresh:
-                self._touch(keys[:done])
+                self._tell(Op.TOUCH, keys[:done])
         return done
 
     def place(
@@ -264,6 +264,7 @@ class ArenaClient:
         with self._lock:
             if self._daemon.connected:
                 self._tell_served()
+            self._daemon.finish(now_s() + ANSWER_S)
             self._daemon.close()
         self._batches.close()
 
@@ -311,15 +312,12 @@ class ArenaClient:
             return copied.good, Outcome.LATE
         return copied.good, wire.outcome_of(gap)
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        """Keep the head of a chain warmer than what hangs on it."""
-        self._tell(Op.TOUCH, keys)
-
     def _tell(self, op: Op, keys: Sequence[bytes]) -> None:
+        """What nobody waits for an answer to, the last keys first: the head is to be warmest."""
         try:
             for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
                 part = list(keys[start : start + wire.MAX_KEYS])
-                self._daemon.number(op, payloads.pack_keys(part), now_s() + ANSWER_S)
+                self._daemon.tell(op, payloads.pack_keys(part), now_s() + ANSWER_S)
         except (Lost, TimeoutError):
             return
 

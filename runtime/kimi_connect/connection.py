@@ -4,22 +4,40 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import NamedTuple
 
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
 from kimi_connect.frames import Frame, FrameDecoder, pack_frame
+from kimi_connect.stock import Stock
 from kimi_connect.wire import Op
 
 BACKOFF_S = (0.05, 2.0)
 ANSWER_S = 0.25
 """Time given to end what was begun (unpin, commit) when the deadline is near or over."""
+MOST_AWAITED = 8
+"""Requests told before the first one's answer is waited for."""
 
 now_s = time.monotonic  # noqa: TID251  (nothing of the runtime, its clock included, is here)
 
 
 class Lost(Exception):
     """There is no connection, or not any more."""
+
+
+Heard = Callable[[bytes], None]
+"""Takes the payload of an answer."""
+
+
+class Awaited(NamedTuple):
+    """A request that was told: which, its answer's kind, and who hears it."""
+
+    number: int
+    answer: Op
+    heard: Heard
 
 
 class Connection:
@@ -39,6 +57,7 @@ class Connection:
     ) -> None:
         self._decoder = FrameDecoder()
         self._number = 0
+        self._awaited: deque[Awaited] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._wait_until(ends_s)
@@ -54,19 +73,57 @@ class Connection:
         except BaseException:
             self._socket.close()
             raise
+        self.stock = Stock(self.arena)
+
+    @property
+    def awaited(self) -> int:
+        """Requests that were told, and whose answers have not been heard."""
+        return len(self._awaited)
 
     def call(self, op: Op, payload: bytes, answer: Op, ends_s: float) -> bytes:
         """The payload of the answer to a request."""
         self._number += 1
+        number = self._number
+        self._send(op, number, payload, ends_s)
+        while self._awaited:
+            self._hear(self._receive(ends_s))
+        return _answer(self._receive(ends_s), number, answer)
+
+    def tell(self, op: Op, payload: bytes, answer: Op, heard: Heard, ends_s: float) -> None:
+        """Send a request, and give its answer's payload to `heard` when that is received."""
+        if len(self._awaited) >= MOST_AWAITED:
+            self.hear(ends_s)
+        self._number += 1
         self._send(op, self._number, payload, ends_s)
-        came = self._receive(ends_s)
-        if came.op is not answer or came.request != self._number:
-            raise wire.WireError(f"{answer.name} was to come, not {came.op.name}")
-        return came.payload
+        self._awaited.append(Awaited(self._number, answer, heard))
+
+    def hear(self, ends_s: float) -> None:
+        """Wait for the next answer to what was told."""
+        self._hear(self._receive(ends_s))
+
+    def hear_what_came(self) -> None:
+        """Take answers to what was told that are there, without waiting."""
+        while self._awaited:
+            came = self._decoder.next()
+            if came is None:
+                self._socket.settimeout(0)
+                try:
+                    self._received(self._socket.recv_into(self._decoder.room()))
+                except BlockingIOError:
+                    return
+                continue
+            self._hear(_accepted(came))
 
     def close(self) -> None:
-        """End the connection; what it held ends with it."""
+        """End the connection; what it held ends with it. Nothing of its stock is written to."""
+        self.arena.release()
         self._socket.close()
+
+    def _hear(self, came: Frame) -> None:
+        told = self._awaited.popleft()
+        told.heard(_answer(came, told.number, told.answer))
+        if not self._awaited:
+            self.arena.release()
 
     def _handshake(
         self,
@@ -100,20 +157,32 @@ class Connection:
         while True:
             came = self._decoder.next()
             if came is not None:
-                if came.op in (Op.REFUSED, Op.ERROR):
-                    raise wire.WireError(f"the daemon refused: {wire.unpack_text(came.payload)}")
-                return came
+                return _accepted(came)
             self._wait_until(ends_s)
-            count = self._socket.recv_into(self._decoder.room())
-            if not count:
-                raise Lost("the pool daemon closed the connection")
-            self._decoder.received(count)
+            self._received(self._socket.recv_into(self._decoder.room()))
+
+    def _received(self, count: int) -> None:
+        if not count:
+            raise Lost("the pool daemon closed the connection")
+        self._decoder.received(count)
 
     def _wait_until(self, ends_s: float) -> None:
         left_s = ends_s - now_s()
         if left_s <= 0:
             raise TimeoutError("the deadline passed while waiting for the pool daemon")
         self._socket.settimeout(left_s)
+
+
+def _accepted(came: Frame) -> Frame:
+    if came.op in (Op.REFUSED, Op.ERROR):
+        raise wire.WireError(f"the daemon refused: {wire.unpack_text(came.payload)}")
+    return came
+
+
+def _answer(came: Frame, number: int, answer: Op) -> bytes:
+    if came.op is not answer or came.request != number:
+        raise wire.WireError(f"{answer.name} was to come, not {came.op.name}")
+    return came.payload
 
 
 class Reconnecting:
@@ -140,17 +209,15 @@ class Reconnecting:
 
     def call(self, op: Op, payload: bytes, answer: Op, ends_s: float) -> bytes:
         """One request. Lost and TimeoutError leave no connection, so nothing is held there."""
-        try:
-            return self._connected(ends_s).call(op, payload, answer, ends_s)
-        except TimeoutError:
-            self.drop()
-            raise
-        except (OSError, wire.WireError, ArenaGone) as exc:
-            self.drop()
-            raise Lost(str(exc)) from exc
-        except BaseException:
-            self.drop()
-            raise
+        with self.using(ends_s) as connection:
+            return connection.call(op, payload, answer, ends_s)
+
+    def using(self, ends_s: float) -> "_Using":
+        """The connection, as a context manager that leaves none when anything fails in it.
+
+        Raises Lost, or TimeoutError.
+        """
+        return _Using(self, ends_s)
 
     def number(self, op: Op, payload: bytes, ends_s: float) -> int:
         """A request that is answered with a number."""
@@ -168,18 +235,36 @@ class Reconnecting:
             raise Lost("there is no connection to the pool daemon")
         return self._connection.welcome.pin_lease_s
 
+    def tell(self, op: Op, payload: bytes, ends_s: float) -> None:
+        """A request that is answered with a number nobody needs; not waited for."""
+        with self.using(ends_s) as connection:
+            connection.tell(op, payload, Op.COUNT, lambda number: None, ends_s)
+
     def drop(self) -> None:
         """End the connection, and with it all that it held."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
+    def finish(self, ends_s: float) -> None:
+        """Give the stock back, and wait until the daemon has read that and all before.
+
+        Of who has hung up with answers left to read, nothing more is read.
+        """
+        if self._connection is not None:
+            with suppress(Lost, TimeoutError), self.using(ends_s) as connection:
+                while connection.awaited:
+                    connection.hear(ends_s)  # it may bring more for the stock
+                given_up = payloads.pack_generations(connection.stock.everything())
+                connection.call(Op.ABORT, given_up, Op.COUNT, ends_s)
+
     def close(self) -> None:
         """End the connection for good."""
         self._closed, self.arena = True, None
         self.drop()
 
-    def _connected(self, ends_s: float) -> Connection:
+    def connection(self, ends_s: float) -> Connection:
+        """The one there is, or a new one; Lost."""
         if self._connection is not None:
             return self._connection
         if self._closed or now_s() < self._retry_s:
@@ -196,6 +281,29 @@ class Reconnecting:
         self._backoff_s = BACKOFF_S[0]
         self.arena = self._connection.arena
         return self._connection
+
+
+class _Using:
+    """See `Reconnecting.using`: a generator would cost every put three times as much."""
+
+    def __init__(self, daemon: Reconnecting, ends_s: float) -> None:
+        self._daemon, self._ends_s = daemon, ends_s
+
+    def __enter__(self) -> Connection:
+        try:
+            return self._daemon.connection(self._ends_s)
+        except TimeoutError:
+            self._daemon.drop()
+            raise
+
+    def __exit__(self, kind: object, exc: "BaseException | None", trace: object) -> None:
+        if exc is None:
+            return
+        self._daemon.drop()
+        if isinstance(exc, (OSError, wire.WireError, ArenaGone)) and not isinstance(
+            exc, TimeoutError
+        ):
+            raise Lost(str(exc)) from exc
 
 
 class Stopper:

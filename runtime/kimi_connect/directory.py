@@ -88,15 +88,21 @@ class Directory:
         cell = bytes(self._view[at : at + CELL_BYTES])
         if cell[_KEY_AT : HEAD.size] != key:  # most are in the first slot of their window
             window = bytes(self._view[at : at + PROBE * CELL_BYTES])
-            found = window.find(key)
-            while found >= 0 and found % CELL_BYTES != _KEY_AT:
-                found = window.find(key, found + 1)
+            found = _cell_in(window, key)
             if found < 0:
                 return None
-            found -= _KEY_AT
             at, cell = at + found, window[found : found + CELL_BYTES]
         entry = self._entry(at, cell)
         return entry if entry is not None and (entry.kind, entry.key) == (BLOCK, key) else None
+
+    def lists(self, key: bytes) -> bool:
+        """Whether there is an entry of a key, read or not: a few times quicker than `find`."""
+        if not self.cells.slots:
+            return False
+        at = self.cells.slot(key) * CELL_BYTES
+        if bytes(self._view[at + _KEY_AT : at + HEAD.size]) == key:
+            return True
+        return _cell_in(bytes(self._view[at : at + PROBE * CELL_BYTES]), key) >= 0
 
     def unchanged(self, entry: Entry) -> bool:
         """Whether the entry is still the one that was found, so that its pages are its own."""
@@ -138,6 +144,14 @@ class Directory:
         )
         entry = Entry(at, seq, kind, key, block, name, rank, tuple(spares))
         return entry if self.unchanged(entry) else None
+
+
+def _cell_in(window: bytes, key: bytes) -> int:
+    """Where in a window the cell of a key begins; -1 if it is in none."""
+    found = window.find(key)
+    while found >= 0 and found % CELL_BYTES != _KEY_AT:
+        found = window.find(key, found + 1)
+    return found - _KEY_AT if found >= 0 else -1
 
 
 def pack_body(tenant: bytes, tags: "tuple[GroupTag, ...]", extents: "tuple[Extent, ...]") -> bytes:

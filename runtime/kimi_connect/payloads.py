@@ -193,11 +193,17 @@ def pack_reserved(grants: "list[Granted]") -> bytes:
 def unpack_reserved(payload: bytes) -> "list[Granted]":
     """RESERVED's payload."""
     cursor = Cursor(payload)
+    grants = take_granted(cursor)
+    cursor.end()
+    return grants
+
+
+def take_granted(cursor: Cursor) -> "list[Granted]":
+    """Grants after their count."""
     grants = []
     for _ in range(cursor.count(_GRANT.size)):
         grant, generation, count = cursor.unpack(_GRANT)
         grants.append(Granted(member(Grant, grant), generation, _extents(cursor, count)))
-    cursor.end()
     return grants
 
 
@@ -239,9 +245,14 @@ def pack_generations(generations: "tuple[int, ...] | list[int]") -> bytes:
 def unpack_generations(payload: bytes) -> "list[int]":
     """ABORT's payload."""
     cursor = Cursor(payload)
-    generations = [cursor.unpack(U64)[0] for _ in range(cursor.count(8))]
+    generations = take_generations(cursor)
     cursor.end()
     return generations
+
+
+def take_generations(cursor: Cursor) -> "list[int]":
+    """Generations after their count."""
+    return [cursor.unpack(U64)[0] for _ in range(cursor.count(8))]
 
 
 def pack_pinned(pin: int, gap: Gap, blocks: "list[PinnedBlock]") -> bytes:

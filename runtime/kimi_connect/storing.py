@@ -1,14 +1,24 @@
-"""Putting a part of what a client stores: small blocks in their PUT, others in two steps."""
+"""Putting a part of what a client stores: small blocks in their PUT, others into its stock.
+
+What lies in the stock is told the daemon without waiting for its answer, which brings the pages of
+a later put: it reads what was told before it says of any block that it is not there. Where there is
+no stock, pages are reserved first, and the answer to their commit is waited for.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kimi_connect import payloads, small_puts
 from kimi_connect.batches import Batches
-from kimi_connect.blocks import flat
-from kimi_connect.connection import ANSWER_S, Reconnecting, now_s
+from kimi_connect.blocks import Place, flat
+from kimi_connect.connection import ANSWER_S, Connection, Lost, Reconnecting, now_s
+from kimi_connect.keeping import Filled, Keep, pack_keep, unpack_kept
+from kimi_connect.stock import Kind
 from kimi_connect.tags import Leaves
 from kimi_connect.wire import Commitment, Grant, Granted, Op, Priority
+
+PART_BYTES = 16 << 20
+"""Of a large put that are copied before the daemon is told of them."""
 
 
 class Stored(NamedTuple):
@@ -37,6 +47,74 @@ def stored(grants: Sequence[Granted], states: Sequence[Commitment]) -> Stored:
     return Stored(len(grants), run, fresh)
 
 
+class _IntoStock:
+    """One put into a connection's stock."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        batches: Batches,
+        tenant: str,
+        priority: Priority,
+        blocks: int,
+    ) -> None:
+        self.told = 0
+        """How often the daemon was told of blocks."""
+        self._connection, self._batches = connection, batches
+        self._tenant, self._priority, self._blocks = tenant, priority, blocks
+
+    def put(self, keys: Sequence[bytes], views: Sequence[memoryview], ends_s: float) -> int:
+        """How many leading blocks lie in the stock, or were there before, when this ends."""
+        done = 0
+        while done < len(keys):
+            kind = (self._tenant, views[done].nbytes)
+            part = self._part(keys, views, done, ends_s)
+            if part:
+                self._tell(part, kind)
+                done += len(part)
+            elif self._connection.stock.awaits(kind) and now_s() < ends_s:
+                self._connection.hear(ends_s)
+            else:
+                break
+        return done
+
+    def ask(self, connection: Connection, size: int) -> None:
+        """Have a stock for a later put like this one."""
+        self._connection = connection
+        self._tell([], (self._tenant, size))
+
+    def _part(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], start: int, ends_s: float
+    ) -> "list[Filled]":
+        """The next blocks of one size: copied, or found to be there. None without a stock."""
+        size, arena = views[start].nbytes, self._connection.arena
+        end = min(len(keys), start + max(1, PART_BYTES // size))
+        end = next((n for n in range(start, end) if views[n].nbytes != size), end)
+        held = next((n for n in range(start, end) if not arena.directory.lists(keys[n])), end)
+        # a chain is there from its head on: who lacks one block lacks those behind it
+        places = self._connection.stock.take((self._tenant, size), end - held)
+        copying = slice(held, held + len(places))
+        written = self._batches.fill(keys[copying], places, views[copying], ends_s)
+        self._connection.stock.put_back(places[len(written) :])
+        there = [Filled(key, 0) for key in keys[start:held]]
+        return there + [Filled(key, *one) for key, one in zip(keys[copying], written, strict=False)]
+
+    def _tell(self, part: "list[Filled]", kind: Kind) -> None:
+        stock, ends_s = self._connection.stock, now_s() + ANSWER_S
+        wish = stock.wish(kind, self._blocks, now_s())
+        keep = Keep(part, self._tenant, self._priority, wish, stock.returned())
+        if not (part or wish.blocks or keep.returned):
+            return
+        self._connection.tell(
+            Op.KEEP,
+            pack_keep(keep),
+            Op.KEPT,
+            lambda payload: stock.answered(kind, wish, unpack_kept(payload), now_s()),
+            ends_s,
+        )
+        self.told += bool(part)
+
+
 class Storing:
     """Stores by a connection, whose owner sees to it that one thread at a time does."""
 
@@ -61,11 +139,38 @@ class Storing:
         """Put blocks until one does not fit. Lost, TimeoutError."""
         views = [flat(block) for block in blocks]
         if sum(view.nbytes for view in views) > small_puts.SMALL_PUT_BYTES:
-            return self._in_two_steps(keys, views, ends_s, tenant, priority)
+            return self._large(keys, views, ends_s, tenant, priority)
         small = small_puts.tagged(keys, views, self._group_bytes, self._leaves)
         put = small_puts.pack_put(small, tenant, priority)
         kept = self._daemon.number(Op.PUT, put, ends_s)
         return Stored(len(keys), kept, kept)
+
+    def _large(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        ends_s: float,
+        tenant: str,
+        priority: Priority,
+    ) -> Stored:
+        """Put as much as there is a stock for into that, and the rest in two steps."""
+        with self._daemon.using(ends_s) as connection:
+            if not connection.stock.has((tenant, views[0].nbytes), len(keys)):
+                connection.hear_what_came()
+            into = _IntoStock(connection, self._batches, tenant, priority, len(keys))
+            done = into.put(keys, views, ends_s)
+        if done == len(keys):
+            return Stored(done, done, done if into.told < 2 else 0)
+        rest = slice(done, len(keys))
+        try:
+            two = self._in_two_steps(keys[rest], views[rest], ends_s, tenant, priority)
+            with self._daemon.using(ends_s) as connection:
+                into.ask(connection, views[-1].nbytes)
+        except (Lost, TimeoutError):
+            if not done:
+                raise
+            return Stored(len(keys), done, 0)
+        return Stored(len(keys), done + two.kept, 0 if done else two.fresh)
 
     def _in_two_steps(
         self,
@@ -82,13 +187,13 @@ class Storing:
         grants = payloads.unpack_reserved(payload)
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         try:
-            written = self._batches.copy_in(
-                self._daemon.live_arena(),
-                [keys[n] for n in mine],
-                [grants[n] for n in mine],
-                [views[n] for n in mine],
-                ends_s,
-            )
+            arena = self._daemon.live_arena()
+            places = [
+                Place(grants[n].generation, list(arena.parts(grants[n].extents, views[n].nbytes)))
+                for n in mine
+            ]
+            blocks = [views[n] for n in mine]
+            written = self._batches.fill([keys[n] for n in mine], places, blocks, ends_s)
         except BaseException:
             self._daemon.drop()  # the daemon frees what was reserved when we are back
             raise

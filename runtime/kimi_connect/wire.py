@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-VERSION = 5
+VERSION = 6
 KEY_BYTES = 16
 TAG_BYTES = 16
 SESSION_BYTES = 16
@@ -56,6 +56,8 @@ class Op(IntEnum):
     QUOTED = 28
     DEEPEST = 29
     PUT = 30
+    KEEP = 31
+    KEPT = 32
 
 
 class Outcome(str, Enum):  # noqa: UP042  (StrEnum needs Python 3.11; engines run 3.10 too)

@@ -91,6 +91,7 @@ def open_pool_of(
         accounts=Accounts(arena.pages, *terms_of(spec, arena.page_bytes)),
         segments=segments_of(spec, arena.pages),
         journal=memory.journal or NoJournal(),
+        take=arena.take,
     )
     if memory.kept.number:
         pool.adopt(memory.kept, clock.now_s())

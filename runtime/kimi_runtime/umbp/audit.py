@@ -36,7 +36,7 @@ def _counts(pool: "Pool") -> None:
     c = pool.counters
     assert c.put + c.adopted == len(pool._blocks) + c.evicted + c.corrupt + c.cleared
     assert pool.live_bytes == sum(block.size for block in pool._blocks.values())
-    ended = c.put + c.duplicate + c.aborted + c.expired + c.writer_gone
+    ended = c.put + c.duplicate + c.aborted + c.expired + c.writer_gone + c.revoked
     assert c.reserved + c.adopted_reservations == ended + len(pool._reservations)
     idle = list(pool._idle)
     assert pool._idle.pages == sum(block.pages for block in idle)

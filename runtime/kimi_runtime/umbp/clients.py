@@ -4,6 +4,7 @@ Losing a connection ends its pins and puts its reservations in quarantine; they 
 client comes back and says what it still writes, or when its process has ended.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Clients:
     second: SecondTier | None = None
     remote: Remote | None = None
     proving: Proving = field(default_factory=Proving)
+    crowded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Memory is fuller than it is to be: room is to be made."""
     draining: bool = False
     """Nothing new is taken: the daemon is to be stopped. What it has is served."""
     refused: int = 0
@@ -98,6 +101,7 @@ class Clients:
     def close(self) -> None:
         """End every connection."""
         for connection in list(self._connections.values()):
+            self.closed(connection)  # now, while there is an arena whose stocks can be taken back
             connection.abort()
         for watch in self._watches.values():
             watch.close()

@@ -13,6 +13,14 @@ from collections.abc import Sequence
 
 from kimi_connect import payloads, wire
 from kimi_connect.frames import Frame
+from kimi_connect.keeping import (
+    STOCK_BLOCKS,
+    STOCK_BYTES,
+    Keep,
+    Kept,
+    pack_kept,
+    unpack_keep,
+)
 from kimi_connect.small_puts import SmallBlock, unpack_put
 from kimi_connect.wire import Gap, Grant, Granted, Op, Priority, WireError
 from kimi_runtime import clock
@@ -31,6 +39,9 @@ _COUNTED = {
     *(Op.HELD, Op.TOUCH, Op.USED, Op.SERVED, Op.PUT),
 }
 """What is answered with a number."""
+
+_LOOKUPS = {Op.PIN, Op.HELD, Op.QUOTE, Op.DEEPEST}
+"""What tells of blocks that are not there."""
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +87,16 @@ class Connection(Framed):
         """Handle every frame that is whole, then what that changed for others."""
         super().buffer_updated(nbytes)
         self._clients.changed()
+        if self._pool.crowded:
+            self._clients.crowded.set()
 
     def arrived(self, frame: Frame) -> None:
         """Answer it."""
         if self.instance is None:
             self._handshake(frame)
+        elif frame.op in _LOOKUPS and self._pool.stocks:
+            # what others have told of their stocks by now is read first: they did not wait for it
+            asyncio.get_running_loop().call_soon(self._look_up, frame)
         else:
             self._answer(frame)
 
@@ -92,6 +108,15 @@ class Connection(Framed):
         """A pidfd of the client's process."""
         assert self.transport is not None
         return open_peer_process(self.transport.get_extra_info("socket"))
+
+    def _look_up(self, frame: Frame) -> None:
+        if self.instance is None:
+            return  # it hung up meanwhile
+        try:
+            self._answer(frame)
+        except WireError as exc:
+            self.failed(exc)
+        self._clients.changed()
 
     def _refuse(self, why: str) -> None:
         if self.transport is None or self.transport.is_closing():
@@ -134,6 +159,8 @@ class Connection(Framed):
                 self.send(Op.RESERVED, request, self._reserve(payload))
             case Op.COMMIT:
                 self.send(Op.COMMITTED, request, self._commit(payload))
+            case Op.KEEP:
+                self.send(Op.KEPT, request, self._keep(unpack_keep(payload)))
             case Op.PIN:
                 self._pin(request, payload)
             case Op.QUOTE:
@@ -194,6 +221,19 @@ class Connection(Framed):
             priority=priority,
             now_s=clock.now_s(),
         )
+
+    def _keep(self, keep: Keep) -> bytes:
+        assert self.instance is not None
+        pool, writer, at_s = self._pool, self.instance, clock.now_s()
+        pool.abort(keep.returned, writer=writer)
+        pool.keep(keep.blocks, writer=writer, now_s=at_s, priority=keep.priority)
+        granted: list[Granted] = []
+        if keep.wish.blocks and not self._clients.draining:
+            size, left = keep.wish.size, STOCK_BYTES - pool.stock_of(writer) * pool.page_bytes
+            most = min(STOCK_BLOCKS, max(0, left) // -(-size // pool.page_bytes * pool.page_bytes))
+            asked = min(keep.wish.blocks, most)
+            granted = pool.stock(asked, size, writer=writer, now_s=at_s, tenant=keep.tenant)
+        return pack_kept(Kept(self._clients.arena.revoked, granted))
 
     def _commit(self, payload: bytes) -> bytes:
         assert self.instance is not None

@@ -41,8 +41,8 @@ from kimi_runtime.units import format_bytes
 
 CLOSE_S = 2.0
 LOOK_S = 0.05
-TRIM_BLOCKS = 32
-"""Evicted at a time beside requests, which wait a millisecond for it."""
+TRIM_BLOCKS = 8
+"""Evicted at a time beside requests, which wait a quarter of a millisecond for it."""
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +186,7 @@ async def _answering(
             prove = clients.proving.run(tier, clients.pool.blocks())
             beside = [
                 tasks.create_task(_expire(clients, publish), name="umbp-expiry"),
+                tasks.create_task(_make_room(clients, publish), name="umbp-room"),
                 tasks.create_task(prove, name="umbp-proving"),
                 tasks.create_task(_know_peers(spec, clients, state), name="umbp-peers-known"),
             ]
@@ -256,6 +257,17 @@ async def _expire(clients: Clients, publish: _Publisher) -> None:
         await asyncio.sleep(tick_s)
         pool.expire(clock.now_s())
         clients.sweep()
+        if pool.crowded:
+            clients.crowded.set()
+        publish()
+
+
+async def _make_room(clients: Clients, publish: _Publisher) -> None:
+    """Keep memory below its high watermark: puts find free pages, and have not to wait for any."""
+    pool = clients.pool
+    while True:
+        await clients.crowded.wait()
+        clients.crowded.clear()
         while pool.trim(clock.now_s(), TRIM_BLOCKS) == TRIM_BLOCKS:
             publish()
             await asyncio.sleep(0)

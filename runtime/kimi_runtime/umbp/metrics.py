@@ -81,6 +81,7 @@ def _gauges(clients: Clients) -> Iterator[Metric]:
     reservations = {
         "open": pool.reservations(quarantined=False),
         "quarantined": pool.reservations(quarantined=True),
+        "stock": pool.stocks,
     }
     yield _gauge("reservations", "Reservations by state.", reservations, "state")
     yield _gauge("live_bytes", "Bytes of visible blocks.", pool.live_bytes)
@@ -101,6 +102,7 @@ def _counters(clients: Clients) -> Iterator[Metric]:
         "aborted": c.aborted,
         "expired": c.expired,
         "writer_gone": c.writer_gone,
+        "revoked": c.revoked,
     }
     yield _counter("ended_reservations", "Reservations ended, by how.", ended, "how")
     yield _counter("over_quota_blocks", "Of the refused, for a tenant's quota.", c.over_quota)

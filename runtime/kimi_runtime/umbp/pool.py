@@ -13,10 +13,11 @@ and the pages.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from kimi_connect.keeping import Filled
 from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.states import attached
 from kimi_connect.wire import Commitment, Extent, Gap, Grant, Granted, GroupTag, Priority
@@ -53,6 +54,8 @@ class Pool:
     high: float = 1.0
     low: float = 1.0
     journal: Journal = field(default_factory=NoJournal)
+    take: Callable[[int], bool] = lambda generation: False
+    """See `Reservations.take`."""
     retention: Retention = field(default_factory=Retention)
     accounts: Accounts = field(default=None)  # type: ignore[assignment]
     counters: PoolCounters = field(default_factory=PoolCounters)
@@ -78,6 +81,7 @@ class Pool:
             self.accounts,
             self.counters,
             give_back=lambda extents: self._pages.give_back(extents),
+            take=self.take,
         )
 
     @property
@@ -117,8 +121,22 @@ class Pool:
         return 0 if pinned is None else len(pinned.blocks)
 
     def reservations(self, *, quarantined: bool) -> int:
-        """How many reservations are open, or in quarantine."""
+        """How many reservations are open and no stock, or in quarantine."""
         return self._reservations.count(quarantined=quarantined)
+
+    @property
+    def stocks(self) -> int:
+        """Blocks that writers have stocks for."""
+        return self._reservations.stocks
+
+    def stock_of(self, writer: bytes) -> int:
+        """Pages in a writer's stock."""
+        return self._reservations.stock_of(writer)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether `trim` would evict."""
+        return self._trimming or self._spare_pages < (1.0 - self.high) * self.total_pages
 
     def writers(self) -> set[bytes]:
         """Everybody with a reservation in quarantine."""
@@ -246,6 +264,58 @@ class Pool:
         states = [self._commit(*block, writer, now_s) for block in reversed(blocks)]
         return states[::-1]
 
+    def stock(
+        self,
+        count: int,
+        size: int,
+        *,
+        writer: bytes,
+        now_s: float,
+        tenant: str = DEFAULT_TENANT,
+    ) -> list[Granted]:
+        """Pages for up to `count` blocks of `size` bytes whose keys come with `keep`.
+
+        Nothing is evicted for a stock, half of what is free is left to others, and it is taken
+        back, unless claimed, before anything is evicted or refused for want of pages or quota; at
+        the latest when it was not used for `reservation_ttl_s`.
+        """
+        account, pages = self.accounts.of(tenant), -(-size // self.page_bytes)
+        spare = self._pages.free // 2
+        if account.terms.quota_pages is not None:
+            spare = min(spare, account.terms.quota_pages - account.used_pages)
+        grants: list[Granted] = []
+        for _ in range(min(count, spare // pages)):
+            extents = self._pages.take(pages)
+            assert extents is not None
+            what = (b"", size, extents, writer, now_s + self.reservation_ttl_s)
+            granted = self._reserve(*what, account=account, priority=Priority.NORMAL, stock=True)
+            if granted is None:
+                break
+            grants.append(granted)
+        return grants
+
+    def keep(
+        self,
+        blocks: Sequence[Filled],
+        *,
+        writer: bytes,
+        now_s: float,
+        priority: Priority = Priority.NORMAL,
+    ) -> list[Commitment]:
+        """Make blocks visible that were written to the writer's stock; those with generation 0 were
+        not, since their writer takes them for held: DUPLICATE if they are, EXPIRED if not.
+
+        Their leading run becomes the warmest, its head most of all.
+        """
+        states = [self._keep(block, writer, now_s, priority) for block in reversed(blocks)][::-1]
+        if any(state is not Commitment.COMMITTED for state in states):
+            self.touch([block.key for block in blocks], now_s)
+        return states
+
+    def revoke(self) -> int:
+        """Take every stock back that is not claimed; how many blocks of them that were."""
+        return self._reservations.revoke()
+
     def abort(self, generations: Iterable[int], *, writer: bytes) -> int:
         """The writer stores no more to these reservations; how many that freed."""
         return self._reservations.abort(generations, writer)
@@ -346,10 +416,10 @@ class Pool:
         `at_most` blocks it has not come to an end, and goes on with the next call.
         """
         evicted = 0
-        self._trimming |= self._pages.free < (1.0 - self.high) * self.total_pages
+        self._trimming = self.crowded
         while self._trimming and evicted < at_most:
             victim = self._idle.victim(now_s)
-            if victim is None or self._pages.free >= (1.0 - self.low) * self.total_pages:
+            if victim is None or self._spare_pages >= (1.0 - self.low) * self.total_pages:
                 self._trimming = False
                 break
             self._evict(victim)
@@ -384,6 +454,7 @@ class Pool:
         """
         up_to = self._number if up_to is None else min(up_to, self._number)
         self._cleared_at = max(self._cleared_at, up_to)
+        self._reservations.revoke()  # no block can come of it any more
         blocks = [block for block in self._blocks.values() if block.generation <= up_to]
         newer = dict.fromkeys(key for block in blocks for key in self._attached(block))
         for state in [self._blocks[key] for key in newer]:
@@ -449,12 +520,14 @@ class Pool:
         *,
         account: Account,
         priority: Priority,
+        stock: bool = False,
     ) -> Granted | None:
         self._number += 1
         reservation = Reservation(
             *(key, self._number, size, extents, writer, expires_s),
             account=account,
             priority=priority,
+            stock=stock,
         )
         if not self._reservations.add(reservation):
             return None
@@ -468,6 +541,9 @@ class Pool:
         pages, evict = -(-size // self.page_bytes), below > 0
         quota = account.terms.quota_pages
         over = 0 if quota is None else max(0, account.used_pages + pages - quota)
+        if self._reservations.stocks and (over or pages > self._pages.free):
+            self._reservations.revoke(None if pages > self._pages.free else account)
+            over = 0 if quota is None else max(0, account.used_pages + pages - quota)
         if over > (account.idle_pages if evict else 0):
             self.counters.over_quota += 1
             return None
@@ -481,6 +557,11 @@ class Pool:
                 return None
             self._evict(victim)
         return self._pages.take(pages)
+
+    @property
+    def _spare_pages(self) -> int:
+        """Pages that are free, or can be taken back from stocks without losing anything."""
+        return self._pages.free + self._reservations.stock_pages
 
     def _attached(self, block: Block) -> list[bytes]:
         return attached(block.key, self._blocks.__contains__)
@@ -507,7 +588,8 @@ class Pool:
         reservation = self._reservations.owned(generation, writer)
         if reservation is None:
             return Commitment.EXPIRED
-        late = reservation.quarantined or now_s >= reservation.expires_s
+        over = now_s >= reservation.expires_s and not reservation.stock
+        late = reservation.quarantined or over
         if late or generation <= self._cleared_at:
             self._reservations.end(reservation)
             self.counters.expired += 1
@@ -518,6 +600,16 @@ class Pool:
             return Commitment.DUPLICATE
         self._show(reservation, tags, now_s)
         return Commitment.COMMITTED
+
+    def _keep(self, block: Filled, writer: bytes, now_s: float, priority: Priority) -> Commitment:
+        if not block.generation:
+            held = block.key in self._blocks
+            return Commitment.DUPLICATE if held else Commitment.EXPIRED
+        reservation = self._reservations.owned(block.generation, writer)
+        if reservation is None or not reservation.stock:
+            return Commitment.EXPIRED
+        reservation.key, reservation.priority = block.key, priority
+        return self._commit(block.generation, block.tags, writer, now_s)
 
     def _show(self, reservation: Reservation, tags: tuple[GroupTag, ...], now_s: float) -> None:
         key, generation = reservation.key, reservation.generation

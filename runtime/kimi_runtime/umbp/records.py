@@ -42,6 +42,8 @@ class Reservation:
     account: Account
     priority: Priority
     quarantined: bool = False
+    stock: bool = False
+    """Of a client's stock: it has no key yet, and its writer claims it before it stores to it."""
 
     @property
     def pages(self) -> int:
@@ -81,6 +83,8 @@ class PoolCounters:
     aborted: int = 0
     expired: int = 0
     writer_gone: int = 0
+    revoked: int = 0
+    """Reservations of stocks, taken back from who did not write to them."""
     pinned: int = 0
     evicted: int = 0
     evicted_bytes: int = 0

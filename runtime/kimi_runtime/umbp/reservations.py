@@ -3,6 +3,9 @@
 Pure. A reservation whose time is over, or whose writer's connection was lost, is in quarantine: it
 can't be committed, and its pages are nobody else's until the writer has said that it stores no
 more, or has ended.
+
+A client's *stock* is pages it may store to without asking first. It claims them before it does, so
+what it has not claimed can be taken back from it at any time (`take`), and needs no quarantine.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +14,7 @@ from dataclasses import dataclass, field
 from kimi_connect.wire import Extent
 from kimi_runtime.umbp.journal import Journal
 from kimi_runtime.umbp.records import PoolCounters, Reservation
-from kimi_runtime.umbp.tenants import Accounts
+from kimi_runtime.umbp.tenants import Account, Accounts
 
 
 @dataclass(slots=True)
@@ -22,7 +25,13 @@ class Reservations:
     accounts: Accounts
     counters: PoolCounters
     give_back: Callable[[tuple[Extent, ...]], None]
+    take: Callable[[int], bool]
+    """Whether a generation of a stock was not claimed, so that from now on it can't be."""
+    stock_pages: int = 0
+    """Pages in all stocks."""
     _open: dict[int, Reservation] = field(default_factory=dict)
+    _stocks: dict[int, Reservation] = field(default_factory=dict)
+    _pages_of: dict[bytes, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -31,8 +40,20 @@ class Reservations:
         return iter(self._open.values())
 
     def count(self, *, quarantined: bool) -> int:
-        """How many are open, or in quarantine."""
-        return sum(one.quarantined is quarantined for one in self._open.values())
+        """How many are open and no stock, or in quarantine."""
+        return sum(
+            one.quarantined is quarantined and (quarantined or not one.stock)
+            for one in self._open.values()
+        )
+
+    @property
+    def stocks(self) -> int:
+        """Blocks there are stocks for."""
+        return len(self._stocks)
+
+    def stock_of(self, writer: bytes) -> int:
+        """Pages in a writer's stock."""
+        return self._pages_of.get(writer, 0)
 
     def writers(self) -> set[bytes]:
         """Everybody with a reservation in quarantine."""
@@ -60,13 +81,11 @@ class Reservations:
 
     def became_block(self, reservation: Reservation) -> None:
         """It was committed: its pages, and what its account uses, are a block's now."""
-        self.journal.ended(reservation.generation)
-        del self._open[reservation.generation]
+        self._remove(reservation)
 
     def end(self, reservation: Reservation) -> None:
         """Nothing stores to it any more, and no block came of it."""
-        self.journal.ended(reservation.generation)
-        del self._open[reservation.generation]
+        self._remove(reservation)
         self.accounts.use(reservation.account, -reservation.pages)
         self.give_back(reservation.extents)
 
@@ -92,6 +111,7 @@ class Reservations:
 
     def quarantine(self, writer: bytes) -> int:
         """Nothing of this writer can be committed any more; how many that holds."""
+        self._take([one for one in self._stocks.values() if one.writer == writer])
         own = self._of(writer)
         for reservation in own:
             reservation.quarantined = True
@@ -106,14 +126,44 @@ class Reservations:
         return len(own)
 
     def expire(self, now_s: float) -> None:
-        """Quarantine those whose time is over."""
+        """Quarantine those whose time is over; of stocks, take back what is not claimed."""
+        self._take([one for one in self._stocks.values() if now_s >= one.expires_s])
         for reservation in self._open.values():
-            if now_s >= reservation.expires_s:
+            if now_s >= reservation.expires_s and not reservation.stock:
                 reservation.quarantined = True
+
+    def revoke(self, account: Account | None = None) -> int:
+        """Take back every stock that is not claimed, or an account's; how many that freed."""
+        stocks = self._stocks.values()
+        return self._take([one for one in stocks if account in (None, one.account)])
+
+    def _take(self, stocks: list[Reservation]) -> int:
+        taken = [one for one in stocks if self.take(one.generation)]
+        for reservation in taken:
+            self.end(reservation)
+        self.counters.revoked += len(taken)
+        return len(taken)
 
     def _of(self, writer: bytes) -> list[Reservation]:
         return [one for one in self._open.values() if one.writer == writer]
 
     def _hold(self, reservation: Reservation) -> None:
         self._open[reservation.generation] = reservation
+        if reservation.stock:
+            self._stocks[reservation.generation] = reservation
+            self._count_stock(reservation, reservation.pages)
         self.accounts.use(reservation.account, reservation.pages)
+
+    def _remove(self, reservation: Reservation) -> None:
+        self.journal.ended(reservation.generation)
+        del self._open[reservation.generation]
+        if reservation.stock:
+            del self._stocks[reservation.generation]
+            self._count_stock(reservation, -reservation.pages)
+
+    def _count_stock(self, reservation: Reservation, pages: int) -> None:
+        self.stock_pages += pages
+        left = self._pages_of.get(reservation.writer, 0) + pages
+        self._pages_of[reservation.writer] = left
+        if not left:
+            del self._pages_of[reservation.writer]

@@ -178,7 +178,8 @@ async def test_storing_what_is_held_writes_nothing(client, daemon):
     keys = keys_of(5)
     await client.store(keys, blocks_of(keys), deadline_s=SOON_S)
     assert await client.store(keys, blocks_of(keys), deadline_s=SOON_S) == 5
-    assert daemon.clients.pool.counters.reserved == 5
+    counters = daemon.clients.pool.counters
+    assert (counters.put, counters.duplicate, counters.expired) == (5, 0, 0)
 
 
 async def test_more_keys_than_fit_a_request_go_through_and_their_head_stays_warmest(

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from kimi_connect.keeping import Filled
 from kimi_connect.wire import Commitment, Extent, Gap, Grant, GroupTag, HintKind, Priority
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.journal import Kept, KeptBlock, KeptReservation
@@ -411,7 +412,8 @@ class PoolMachine(RuleBasedStateMachine):
     """Any sequence of calls keeps the accounts, and a pinned block's pages are nobody else's.
 
     A put that evicts is refused only for its tenant's quota, or where what it may evict is too
-    little; and a tenant within its share loses nothing to another's put.
+    little; and a tenant within its share loses nothing to another's put, but what it has in stock.
+    What a writer claimed of its stock in time is nobody else's until the writer says what it did.
     """
 
     def __init__(self):
@@ -427,10 +429,13 @@ class PoolMachine(RuleBasedStateMachine):
             low=0.6,
             accounts=accounts,
             retention=retention,
+            take=lambda generation: generation not in self.claimed,
         )
         self.now_s = 0.0
+        self.claimed = {}  # generation -> its writer and pages
 
     generations, pins = Bundle("generations"), Bundle("pins")
+    stocks = Bundle("stocks")
     writers = st.sampled_from([A, B])
 
     tenants = st.sampled_from(["small", "large", "third"])
@@ -462,7 +467,12 @@ class PoolMachine(RuleBasedStateMachine):
         return tenant.encode().ljust(15) + bytes([n])
 
     def usage(self):
-        return {account.name: account.used_pages for account in self.pool.accounts}
+        """Pages of each tenant, without stocks."""
+        stocked = [one for one in self.pool._reservations if one.stock]
+        used = {account.name: account.used_pages for account in self.pool.accounts}
+        for one in stocked:
+            used[one.account.name] -= one.pages
+        return used
 
     def nobody_lost_what_is_theirs(self, tenant, before):
         heard = {account.name: account.heard_s for account in self.pool.accounts} | {
@@ -481,7 +491,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     def was_rightly_refused(self, tenant, size):
         pages = -(-size // PAGE)
-        used = self.usage().get(tenant, 0)
+        used = next((a.used_pages for a in self.pool.accounts if a.name == tenant), 0)
+        assert all(
+            one.generation in self.claimed
+            for one in self.pool._reservations
+            if one.stock and (one.account.name == tenant or pages > self.pool.free_pages)
+        )
         own = sum(b.pages for b in self.pool.blocks() if b.account.name == tenant and not b.pins)
         within_quota = tenant != "small" or used - own + pages <= 4
         if within_quota:  # all of its own and all that is free would not have been enough
@@ -495,6 +510,61 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(reserved=generations)
     def abort(self, reserved):
         self.pool.abort(reserved[1], writer=reserved[0])
+
+    @rule(
+        target=stocks,
+        writer=writers,
+        count=st.integers(1, 4),
+        size=st.integers(1, 300),
+        tenant=tenants,
+    )
+    def stock(self, writer, count, size, tenant):
+        before = self.pool.live_blocks
+        granted = self.pool.stock(count, size, writer=writer, now_s=self.now_s, tenant=tenant)
+        assert self.pool.live_blocks == before
+        return writer, tenant, granted
+
+    @rule(stock=stocks, count=st.integers(1, 4))
+    def claim(self, stock, count):
+        """Of what is still the writer's: else the lock tells it, and it does not write."""
+        writer, _, granted = stock
+        for one in granted[:count]:
+            if self.is_stock(one.generation, writer):
+                self.claimed[one.generation] = (writer, one.extents)
+
+    @rule(stock=stocks, numbers=st.lists(st.integers(0, 9), min_size=4, max_size=4))
+    def keep(self, stock, numbers):
+        writer, tenant, granted = stock
+        mine = [one for one in granted if one.generation in self.claimed]
+        blocks = [
+            Filled(self.key_of(tenant, n), one.generation, TAGS)
+            for n, one in zip(numbers, mine, strict=False)
+        ]
+        self.pool.keep(blocks, writer=writer, now_s=self.now_s)
+        for one in mine:
+            self.claimed.pop(one.generation, None)
+        self.pool.abort([one.generation for one in mine[len(blocks) :]], writer=writer)
+
+    @rule(stock=stocks)
+    def give_back(self, stock):
+        """Of the stock, what is not claimed."""
+        numbers = [one.generation for one in stock[2] if one.generation not in self.claimed]
+        self.pool.abort(numbers, writer=stock[0])
+
+    @rule()
+    def revoke(self):
+        self.pool.revoke()
+
+    def is_stock(self, generation, writer):
+        one = self.pool._reservations.owned(generation, writer)
+        return one is not None and one.stock and not one.quarantined
+
+    @invariant()
+    def claims_hold(self):
+        for generation, (writer, extents) in self.claimed.items():
+            one = self.pool._reservations.owned(generation, writer)
+            assert one is not None
+            assert one.extents == extents
 
     numbers = st.lists(st.integers(0, 9), max_size=4)
 
@@ -526,7 +596,10 @@ class PoolMachine(RuleBasedStateMachine):
     def trim(self):
         self.pool.trim(self.now_s)
         pages = sum(b.pages for b in self.pool.blocks() if not b.pins)
-        assert self.pool.free_pages >= 12 * (1 - 0.9) or not pages
+        assert self.pool.free_pages + self.stock_pages() >= 12 * (1 - 0.9) or not pages
+
+    def stock_pages(self):
+        return sum(one.pages for one in self.pool._reservations if one.stock)
 
     @rule(back=st.integers(0, 20))
     def clear_up_to(self, back):
@@ -547,10 +620,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(writer=writers, how=st.sampled_from(["quarantine", "writer_gone"]))
     def lose_writer(self, writer, how):
+        if how == "writer_gone":
+            self.ended(writer)
         getattr(self.pool, how)(writer)
+
+    def ended(self, writer):
+        """It writes to nothing any more."""
+        self.claimed = {n: claim for n, claim in self.claimed.items() if claim[0] != writer}
 
     @rule(writer=writers, reserved=generations)
     def come_back(self, writer, reserved):
+        self.ended(writer)
         self.pool.reclaim(writer=writer, writing=reserved[1])
 
     @rule(reader=st.integers(1, 2))
@@ -570,6 +650,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
     def teardown(self):
+        self.claimed = {}
         for writer in (A, B):
             self.pool.writer_gone(writer)
         for reader in (1, 2):

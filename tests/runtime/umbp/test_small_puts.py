@@ -119,7 +119,7 @@ async def test_a_client_of_another_version_is_told_both(daemon):
     writer.write(pack_frame(Op.HELLO, 0, hello))
     async with asyncio.timeout(SOON_S):
         said = await reader.read()
-    assert b"the client speaks version 4, this daemon 5" in said
+    assert b"the client speaks version 5, this daemon 6" in said
     writer.close()
     await writer.wait_closed()
 

@@ -27,6 +27,7 @@ async def drain(state: DaemonState, asked: wire.DrainRequest) -> wire.DrainAnswe
         raise RequestError("say how long the drain may take (within_ms)")
     clients, ends_s = state.serving(), clock.now_s() + asked.within_ms / 1e3
     state.phase, clients.draining = Phase.DRAINED, True
+    clients.pool.revoke()
     log.info("umbp: draining for at most %.0f s", asked.within_ms / 1e3)
     answer = await _evacuated(clients, EVACUATION_SHARE * asked.within_ms / 1e3)
     if clients.second is not None:
