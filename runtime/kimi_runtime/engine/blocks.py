@@ -8,6 +8,7 @@ good as free: taking it forgets the least recently used key first.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 
 from kimi_runtime.umbp.feed import FeedLog
@@ -43,12 +44,11 @@ class KvBlocks:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` cached here. Changes nothing."""
-        return sum(1 for _ in takewhile(self._block_of.__contains__, keys))
+        return len(list(takewhile(self._block_of.__contains__, keys)))
 
     def acquire(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the leading run of `keys` cached here, each referenced once more."""
-        run = takewhile(self._block_of.__contains__, keys)
-        blocks = [self._block_of[key] for key in run]
+        blocks = self._run(keys)
         self.reference(blocks)
         return blocks
 
@@ -56,18 +56,19 @@ class KvBlocks:
         """How many of the `available` it takes to hold `total` blocks that begin with the leading
         run of `keys` cached here. Changes nothing.
         """
-        run = [self._block_of[key] for key in takewhile(self._block_of.__contains__, keys)]
-        idle = sum(1 for block in run if not self._references[block])
+        run = self._run(keys)
+        idle = [self._references[block] for block in run].count(0)
         return idle + max(total - len(run), 0)
 
     def reference(self, blocks: Iterable[int]) -> None:
         """Reference cached or used blocks once more, so that they stay."""
         references = self._references
         for block in blocks:
-            if not references[block]:
+            count = references[block]
+            if not count:
                 assert self._key_of[block] is not None, f"block {block} is free"
                 self._unreferenced -= 1
-            references[block] += 1
+            references[block] = count + 1
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks of worthless content, referenced once; None if there are fewer.
@@ -77,11 +78,14 @@ class KvBlocks:
         """
         if count > self.available:
             return None
-        blocks = []
+        free, references = self._free, self._references
+        blocks, forgotten = [], list[bytes]()
         for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
-            self._references[block] = 1
+            block = free.pop() if free else self._evict(forgotten)
+            references[block] = 1
             blocks.append(block)
+        if forgotten:
+            self._feed.remove(forgotten)
         return blocks
 
     def seal(self, block: int, key: bytes) -> int:
@@ -108,18 +112,19 @@ class KvBlocks:
         """
         references, key_of = self._references, self._key_of
         order, entries = self._order, self._entries
+        idle = 0
         for block in reversed(blocks):
-            left = references[block] - 1
-            assert left >= 0, f"block {block} is released twice"
-            references[block] = left
-            if left:
+            left = references[block] = references[block] - 1
+            if left > 0:
                 continue
+            assert not left, f"block {block} is released twice"
             if key_of[block] is None:
                 self._free.append(block)
             else:
-                self._unreferenced += 1
+                idle += 1
                 entries[block] += 1
                 order.append(block)
+        self._unreferenced += idle
         if len(order) > 2 * self.total:
             self._tidy()
 
@@ -166,18 +171,29 @@ class KvBlocks:
             wrong = {b for b in range(self.total) if counted[b] != self._references[b]}
             assert not wrong, f"blocks {wrong} have other counts than holders"
 
-    def _evict(self) -> int:
-        """Forget the least recently used block that nobody references; there must be one."""
+    def _run(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the leading run of `keys` cached here."""
+        run: list[int] = []
+        with suppress(KeyError):  # what is before the first that is not here stays in the list
+            run.extend(map(self._block_of.__getitem__, keys))
+        return run
+
+    def _evict(self, forgotten: list[bytes]) -> int:
+        """Forget the least recently used block that nobody references; there must be one. Its key
+        is the next of the `forgotten`.
+        """
+        order, entries, references = self._order, self._entries, self._references
         while True:
-            block = self._order.popleft()
-            self._entries[block] -= 1
-            key = self._key_of[block]
-            if not self._entries[block] and not self._references[block] and key is not None:
-                break
+            block = order.popleft()
+            left = entries[block] = entries[block] - 1
+            if not left and not references[block]:
+                key = self._key_of[block]
+                if key is not None:
+                    break
         self._key_of[block] = None
         del self._block_of[key]
         self._unreferenced -= 1
-        self._feed.remove([key])
+        forgotten.append(key)
         return block
 
     def _tidy(self) -> None:

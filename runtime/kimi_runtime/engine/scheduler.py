@@ -93,8 +93,13 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens known and not computed, over everybody; without those just sampled."""
-        everybody = (*self._waiting, *self._running.values())
-        return sum(request.lacking for request in everybody if not request.generating)
+        queued = 0
+        for requests in (self._waiting, self._running.values()):
+            for request in requests:
+                known = len(request.tokens)
+                if known - request.computed != 1 or known <= request.prompt_tokens:
+                    queued += known - request.computed
+        return queued
 
     @property
     def lacking(self) -> int:
@@ -231,9 +236,10 @@ class Scheduler:
         for drawn in sampled:
             request = self._in_flight[drawn.request]
             request.tokens.append(drawn.id)
-            request.chain.extend(request.tokens)
+            if not len(request.tokens) % size:  # a block more is known
+                request.chain.extend(request.tokens)
         for request in self._in_flight.values():
-            if request not in self._leaving:
+            if not request.samples and request not in self._leaving:
                 self._complete_if_done(request)
         leaving, self._leaving, self._in_flight = self._leaving, [], {}
         for request in leaving:
@@ -248,10 +254,11 @@ class Scheduler:
     def _plan_row(self, request: Request, draft: _Draft) -> None:
         """Add the request's row: as many tokens as budget and blocks allow, maybe none."""
         start, known, policy = request.computed, len(request.tokens), self.limits.checkpoints
-        count = min(request.lacking, draft.budget)
+        count = min(known - start, draft.budget)
         if policy is not None:
             count = min(count, policy.stop(start, known, request.refused) - start)
-        count = self._fit(request, count, draft)
+        if start + count > len(request.blocks) * self.limits.block_tokens:
+            count = self._fit(request, count, draft)
         if count <= 0:
             return
         end = start + count
@@ -259,7 +266,7 @@ class Scheduler:
             Row(
                 request=request.number,
                 start=start,
-                ids=tuple(request.tokens[start:end]),
+                ids=(request.tokens[start],) if count == 1 else tuple(request.tokens[start:end]),
                 blocks=_front(request.blocks, self._blocks_for(end)) if self._tables else (),
                 sample=request.samples and end == known,
                 keep_state=policy is not None and policy.wanted(end, known, request.refused),
@@ -380,4 +387,4 @@ def _front(blocks: list[int], count: int) -> tuple[int, ...]:
 
 
 def _generating_first(request: Request) -> tuple[bool, float, int]:
-    return request.lacking > 1, *order_of(request)
+    return len(request.tokens) - request.computed > 1, request.rank, request.number

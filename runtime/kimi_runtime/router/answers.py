@@ -37,9 +37,9 @@ class Answers:
 
     def sampled(self, worker: str, name: str, tokens: int) -> None:
         """The answer has so many tokens more."""
-        answer = self._workers.get(worker, {}).get(name)
-        if answer is not None:
-            answer.made += tokens
+        answers = self._workers.get(worker)
+        if answers is not None and name in answers:
+            answers[name].made += tokens
 
     def end(self, worker: str, name: str) -> None:
         """It ended, well or not. Ending twice changes nothing."""

@@ -71,7 +71,7 @@ class Insight:
         )
         if steps is not None and self.learning is not None:
             self.learning.stepped(
-                kind_of(info),
+                self._kind(info),
                 info.name,
                 rows=steps.rows,
                 kv_tokens=steps.kv_tokens,
@@ -103,10 +103,7 @@ class Insight:
         """What is known of a worker. `held` are the blocks its feed says it holds, if that can be
         trusted; `need_tokens` is the space that the request may want.
         """
-        known = self._kinds.get(info.name)
-        if known is None or known[0] is not info:
-            known = self._kinds[info.name] = (info, kind_of(info))
-        kind = known[1]
+        kind = self._kind(info)
         known_s, utilisation = self._reports.seen(info.name, now_s=now_s)
         age_s = known_s if known_s is not None and known_s > self._fresh_s else 0.0
         if self.planner is None:
@@ -196,8 +193,15 @@ class Insight:
         self, planner: "Planner", info: WorkerInfo, load: Load | LoadReport, *, now_s: float
     ) -> float:
         held = max(load.total_blocks - load.free_blocks, 0) * info.block_tokens
-        speeds = planner.models.speeds(kind_of(info))
-        return speeds.curves(now_s=now_s).step_s(load.running, held).mean * speeds.bias(info.name)
+        speeds = planner.models.speeds(self._kind(info))
+        return speeds.step_s(info.name, load.running, held, now_s=now_s)
+
+    def _kind(self, info: WorkerInfo) -> str:
+        """See `kind_of`; a worker's is put together once."""
+        known = self._kinds.get(info.name)
+        if known is None or known[0] is not info:
+            known = self._kinds[info.name] = (info, kind_of(info))
+        return known[1]
 
 
 def kind_of(info: WorkerInfo) -> str:

@@ -4,7 +4,7 @@ Text is known by a number and a length; two contexts have a block in common exac
 of the same pieces of the same texts up to its end. Pure.
 """
 
-from collections.abc import Iterable, MutableSequence, Sequence, Sized
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import Self, overload
 
 from kimi_runtime.engine.request import KeyChain
@@ -32,6 +32,11 @@ class Content:
         made.keys, made._parent = self.keys.copy(), self._parent
         made._tail, made._left = self._tail.copy(), self._left
         return made
+
+    def become(self, other: Self) -> None:
+        """Say what `other` says, which nobody extends any more."""
+        self.tokens, self.keys = other.tokens, other.keys
+        self._parent, self._tail, self._left = other._parent, other._tail, other._left
 
     def extend(self, text: int, count: int, *, start: int = 0) -> None:
         """Then come `count` tokens of `text`, from its token `start` on."""
@@ -79,7 +84,8 @@ class Unsaid(MutableSequence[int]):
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         """A zero, or as many as the slice is long."""
         if isinstance(index, slice):
-            return (0,) * len(range(*index.indices(self._count)))
+            start, stop, step = index.indices(self._count)
+            return (0,) * (stop - start if step == 1 else len(range(start, stop, step)))
         return range(self._count)[index] * 0
 
     def append(self, value: int) -> None:
@@ -88,7 +94,10 @@ class Unsaid(MutableSequence[int]):
 
     def extend(self, values: Iterable[int]) -> None:
         """So many more."""
-        self._count += len(values) if isinstance(values, Sized) else sum(1 for _ in values)
+        try:
+            self._count += len(values)  # type: ignore[arg-type]  # `isinstance(_, Sized)` takes longer
+        except TypeError:
+            self._count += sum(1 for _ in values)
 
     def insert(self, index: int, value: int) -> None:
         """One more, wherever it is."""

@@ -224,7 +224,7 @@ class Dispatch:
             chunk = self._chunk(work, handed_over=plan.prefill is not None)
             job.course.came(chunk, now_s=now_s)
             heard = job.course.sampled
-            self._router.answering(worker, job.wire_id, lambda: work.made - 1, heard)
+            self._router.answering(worker, job.wire_id, work, heard)
         job.began()
 
     def _chunk(self, work: Work, *, handed_over: bool = False) -> GenerateChunk:
@@ -232,7 +232,7 @@ class Dispatch:
         usage, timing = work.request.usage, None
         if usage is not None and not handed_over:
             # what was read from a peer's memory was read, like what the pool brought
-            usage = KvUsage.model_construct(
+            usage = KvUsage(
                 hbm_tokens=usage.hbm_tokens,
                 pool_tokens=usage.pool_tokens + usage.hand_off_tokens,
                 hand_off_tokens=0,
@@ -244,7 +244,7 @@ class Dispatch:
             size = usage.hand_off_tokens * self._cluster.timing.kv_token_bytes
             usage = usage.model_copy(update={"hand_off_bytes": size})
         if work.scheduled_s is not None and work.computing_s is not None:
-            timing = Timing.model_construct(
+            timing = Timing(
                 prepared_s=work.scheduled_s - self._arrived_s[work],
                 queued_s=work.computing_s - work.scheduled_s,
                 prefill_s=self._timeline.now_s - work.computing_s,

@@ -61,13 +61,13 @@ class Reader:
         if self.pool is None and work.read is None:
             self._schedule(work)
             return
+        keys = request.reusable_keys
         if self._stateful:  # what is here is without the state at its end
             self._refuse(request)
         else:
-            take_up(request, self._blocks, request.reusable_keys)
+            take_up(request, self._blocks, keys)
         if self.pool is not None and request.blocks:
-            here = request.reusable_keys[: len(request.blocks)]
-            self.pool.used(here, now_s=self._timeline.now_s)
+            self.pool.used(keys[: len(request.blocks)], now_s=self._timeline.now_s)
         self._next(work)
 
     def _refuse(self, request: Request) -> None:

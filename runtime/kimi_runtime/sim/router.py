@@ -16,6 +16,7 @@ from kimi_runtime.router.view import KvSource, RequestView, WorkerView
 from kimi_runtime.sim.cluster import LAYOUT, REVISION, Cluster
 from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.timeline import Timer
+from kimi_runtime.sim.work import Work
 from kimi_runtime.sim.worker import SimWorker
 from kimi_runtime.spec.router import PolicySpec
 from kimi_runtime.spec.worker import Capabilities, Role, WorkerInfo
@@ -29,16 +30,22 @@ FEED_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
+class Answer:
+    """Whose tokens come, who is to hear of more than the first, and how many were told."""
+
+    work: Work
+    sampled: Callable[[int], None]
+    told: int = 0
+
+
+@dataclass(slots=True)
 class Known:
     """What the router keeps of one worker process."""
 
     info: WorkerInfo
     roles: tuple[Role, ...]
-    answers: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = field(
-        default_factory=dict
-    )
-    """By name, how many tokens of each answer have come, and who is to hear of more."""
-    told: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """Those on their way, by name."""
     timer: Timer | None = None
     """When its next load report comes; None while it has nothing to do and would say the same."""
 
@@ -121,17 +128,16 @@ class SimRouter:
         self,
         worker: SimWorker,
         name: str,
-        made: Callable[[], int],
+        work: Work,
         sampled: Callable[[int], None],
     ) -> None:
-        """An answer begins there: `made` tells how far it is, `sampled` is told of more."""
-        self._of(worker).answers[name] = made, sampled
+        """An answer has begun there: `sampled` is told of what comes after its first token."""
+        self._of(worker).answers[name] = Answer(work, sampled)
 
     def answered(self, worker: SimWorker, name: str) -> int:
         """The answer ended; how many of its tokens were already heard of."""
-        known = self._of(worker)
-        known.answers.pop(name, None)
-        return known.told.pop(name, 0)
+        answer = self._of(worker).answers.pop(name, None)
+        return 0 if answer is None else answer.told
 
     def lose(self, worker: str) -> None:
         """A request found the worker dead, or it left."""
@@ -166,12 +172,11 @@ class SimRouter:
         if worker.failed or self._cluster.workers.get(worker.name) is not worker:
             return
         worker.sync()
-        told = known.told
-        for name, (made, sampled) in known.answers.items():  # production hears of each as it comes
-            now, before = made(), told.get(name, 0)
-            if now != before:
-                sampled(now - before)
-                told[name] = now
+        for answer in known.answers.values():  # production hears of each as it comes
+            made = answer.work.made - 1
+            if made != answer.told:
+                answer.sampled(made - answer.told)
+                answer.told = made
         report = worker.report()
         if self.ledger.report(worker.name, report, now_s=now_s):
             self.insight.reported(known.info, report, now_s=now_s)

@@ -4,7 +4,7 @@ A block that waits is pinned, so how many may wait is bounded; what comes then i
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
 from kimi_runtime.engine.blocks import KvBlocks
@@ -45,14 +45,13 @@ class Writer:
         self._transfer: Transfer | None = None
         self.dropped = 0
 
-    def offer(self, sealed: Iterable[SealedBlock]) -> None:
+    def offer(self, sealed: Sequence[SealedBlock]) -> None:
         """Keep these until they are stored, or drop what is too much."""
-        for one in sealed:
-            if len(self._queue) + len(self._storing) >= self._most:
-                self.dropped += 1
-                continue
-            self._blocks.reference([one.block])
-            self._queue.append(one)
+        room = max(self._most - len(self._queue) - len(self._storing), 0)
+        kept = sealed[:room]
+        self.dropped += len(sealed) - len(kept)
+        self._blocks.reference([one.block for one in kept])
+        self._queue.extend(kept)
         if self._queue and self._transfer is None:
             self._store()
 

@@ -3,8 +3,9 @@
 While the same sequences decode and nobody waits, a step changes nothing but counters, except where
 a sequence begins a block (it takes one) or fills one (it is sealed under its key). A `Window` does
 only that, in the order in which the scheduler's own steps would: by rank, blocks taken when a step
-is planned, sealed when it is committed. What came of it is equal to stepping; a property test
-compares them.
+is planned, sealed when it is committed. Requests' own counters are brought up when a block is
+filled and when the window is over. What came of it is equal to stepping; a property test compares
+them.
 """
 
 import math
@@ -127,18 +128,25 @@ class Window:
         else:
             guess = passed_s / self.first_step_s
         steps = min(max(int(guess), 0), self.steps)
-        while steps < self.steps and self.ends_s(steps + 1) <= now_s:
+        ends_s = self.ends_s
+        while steps < self.steps and ends_s(steps + 1) <= now_s:
             steps += 1
-        while steps and self.ends_s(steps) > now_s:
+        while steps and ends_s(steps) > now_s:
             steps -= 1
         return steps
 
     def advance(self, done: int) -> list[SealedBlock]:
-        """Make it so that `done` steps are over and the next one is under way; what they sealed."""
+        """Make it so that `done` steps are over and the next one is under way; what they sealed.
+
+        Counters of the requests follow with `settle`: until then they all are as some steps ago.
+        """
         sealed: list[SealedBlock] = []
         events, started = self._events, min(done, self.steps - 1)
-        while events and events[-1][:2] <= (started, 0):
-            step, kind, some = events.pop()
+        while events:
+            step, kind, some = events[-1]
+            if step > started or (kind and step == started):
+                break
+            events.pop()
             if kind:
                 self._seal(step + 1, some, sealed)
             else:
@@ -146,9 +154,12 @@ class Window:
         while events and events[-1][0] < done:  # the last step of all has no next one
             step, _, some = events.pop()
             self._seal(step + 1, some, sealed)
-        self._write(done, range(len(self.requests)))
         self.done = done
         return sealed
+
+    def settle(self) -> None:
+        """Bring the requests' counters up to the steps that are over."""
+        self._write(self.done, range(len(self.requests)))
 
     def _begin(self, some: Sequence[int]) -> None:
         for number in some:
@@ -174,7 +185,8 @@ class Window:
             if more:
                 request.computed += more
                 request.tokens.extend(range(more))
-                request.chain.extend(request.tokens)
+                if len(request.tokens) // self.size > len(request.chain.keys):
+                    request.chain.extend(request.tokens)
 
 
 def _order(event: tuple[int, int, list[int]]) -> tuple[int, int]:

@@ -171,6 +171,7 @@ class SimWorker:
         window = self._window
         if window is None:
             return
+        window.settle()
         self._window = None
         if self._wake is not None:
             self._wake.cancel()
@@ -186,8 +187,8 @@ class SimWorker:
         self.sync()
         self._reports += 1
         scheduler, unclaimed = self.scheduler, self.reader.unclaimed
-        reading = [work.request for work in self.work.values() if not work.scheduled]
-        return LoadReport.model_construct(
+        reading = [work.request for work in self.work.values() if work.scheduled_s is None]
+        return LoadReport(
             epoch=self.epoch,
             seq=self._reports,
             waiting=scheduler.waiting + len(reading),
@@ -270,15 +271,18 @@ class SimWorker:
         sealed = self.scheduler.commit(plan, sampled)
         self._settled = self._settled and not sealed
         self._offer(sealed)
-        for row in plan.rows:
-            if row.keep_state and (work := self.work.get(row.request)) is not None:
-                self._keep_state(work.request, row.start + len(row.ids))
+        if self.scheduler.limits.checkpoints is not None:
+            for row in plan.rows:
+                if row.keep_state and (work := self.work.get(row.request)) is not None:
+                    self._keep_state(work.request, row.start + len(row.ids))
         waited = 0
         for drawn in sampled:
             work = self.work.get(drawn.request)
             if work is not None:
                 waited += work.made > 0
-                self._made(work)
+                work.made += 1
+                if work.made == 1 or work.made == work.output_tokens:
+                    self._made(work)
         self._pause(seconds, waited)
         self._tell_completed()
         self.reader.retry()
@@ -286,7 +290,7 @@ class SimWorker:
             self._go_on()
 
     def _made(self, work: Work) -> None:
-        work.made += 1
+        """Its first token is there, or its last."""
         if work.made == work.output_tokens:
             work.left, self._settled = True, False
             del self.work[work.request.number]
@@ -340,16 +344,19 @@ class SimWorker:
             return None
         if running > scheduler.limits.step_tokens:
             return None
-        waiting = {request.number for request in scheduler.requests()[: scheduler.waiting]}
-        works = [
-            work
-            for work in self.work.values()
-            if work.scheduled and work.request.number not in waiting
-        ]
-        if len(works) != running or any(not w.made or w.request.lacking != 1 for w in works):
-            return None
-        steps = min(work.output_tokens - work.made for work in works) - 1
-        if steps < LEAST_WINDOW:
+        waiting: set[int] = set()
+        if scheduler.waiting:
+            waiting.update(one.number for one in scheduler.requests()[: scheduler.waiting])
+        works: list[Work] = []
+        steps = scheduler.limits.max_context_tokens
+        for number, work in self.work.items():
+            if work.scheduled_s is None or number in waiting:
+                continue
+            if not work.made or work.request.lacking != 1:
+                return None
+            works.append(work)
+            steps = min(steps, work.output_tokens - work.made - 1)
+        if len(works) != running or steps < LEAST_WINDOW:
             return None
         works.sort(key=_rank)
         window = Window.of(
@@ -379,6 +386,7 @@ class SimWorker:
         self._wake = None
         self._advance(window, stop)
         if stop >= window.steps:
+            window.settle()
             self._window = None
             self._go_on()
         else:

@@ -185,7 +185,7 @@ class World:
                 made,
                 record,
                 began=lambda: None,
-                ended=lambda: self._answered(running, turn, content, job),
+                ended=lambda: self._answered(running, turn, content, with_answer, job),
                 fronts=fronts,
             )
             self._hint(running, HintKind.ACTIVE, content.keys)
@@ -241,11 +241,17 @@ class World:
             moved_ago_s=None if moved_s is None else now_s - moved_s,
         )
 
-    def _answered(self, running: _Running, turn: Turn, content: Content, job: Job) -> None:
+    def _answered(
+        self, running: _Running, turn: Turn, content: Content, with_answer: Content, job: Job
+    ) -> None:
+        """The turn is over. `with_answer` is the context with all of its answer."""
         session, number = running.session, running.turn
         record = job.record
         if record.refused is None:
-            content.extend(session.text + 2 * number + 1, job.output_tokens)
+            if job.output_tokens == turn.output_tokens:
+                content.become(with_answer)
+            else:
+                content.extend(session.text + 2 * number + 1, job.output_tokens)
             known = self._ideal(content) // content.block_tokens
             self._computed.update(content.keys[known:])
             plan = job.plan

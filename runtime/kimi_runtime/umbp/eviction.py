@@ -49,13 +49,12 @@ class Idle:
 
     def add(self, block: Block) -> None:
         """A block is unpinned now, and the warmest of its queue."""
-        standing = self._retention.standing(block.key, block.uses)
-        queues = self._queues.setdefault(block.account, {})
-        queue = queues.setdefault((standing, block.priority), OrderedDict())
-        queue[block.key] = block
-        self._blocks[block.key] = queue
-        self.pages += block.pages
-        block.account.idle_pages += block.pages
+        key, pages = block.key, block.pages
+        queue = self._queue(block)
+        queue[key] = block
+        self._blocks[key] = queue
+        self.pages += pages
+        block.account.idle_pages += pages
 
     def remove(self, key: bytes) -> Block | None:
         """A block is pinned or gone now; None if it was not here."""
@@ -109,6 +108,17 @@ class Idle:
         worths = (self._worth(block, now_s) for block in blocks)
         chosen = min(zip(worths, range(len(blocks)), strict=True), default=None)
         return None if chosen is None or chosen[0][0] >= below else blocks[chosen[1]]
+
+    def _queue(self, block: Block) -> Queue:
+        """Where a block waits that is not pinned."""
+        queues = self._queues.get(block.account)
+        if queues is None:
+            queues = self._queues[block.account] = {}
+        kind = self._retention.standing(block.key, block.uses), block.priority
+        queue = queues.get(kind)
+        if queue is None:
+            queue = queues[kind] = OrderedDict()
+        return queue
 
     def _losers(self, now_s: float, asking: Account | None, *, own: bool) -> list[Account]:
         if own or (asking is not None and self._accounts.only(asking)):

@@ -135,21 +135,21 @@ class FeedLog:
 
     def add(self, keys: Iterable[bytes]) -> None:
         """The owner now holds `keys`."""
-        held, events = self._held, self._events
+        held, events, before = self._held, self._events, len(self._held)
         for key in keys:
             if key not in held:
                 held[key] = None
-                self.seq += 1
                 events.append(("add", key))
+        self.seq += len(held) - before
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """The owner no longer holds `keys`; keys it did not hold are passed over."""
-        held, events = self._held, self._events
+        held, events, before = self._held, self._events, len(self._held)
         for key in keys:
             if key in held:
                 del held[key]
-                self.seq += 1
                 events.append(("remove", key))
+        self.seq += before - len(held)
 
     def clear(self) -> None:
         """The owner holds nothing any more."""
@@ -313,13 +313,12 @@ class FeedFollower:
             return self._gap()
         new = changes.events[behind:] if behind else changes.events  # the rest was sent before
         self.seq += len(new)
-        last: dict[bytes, Op] = {}  # a key is held, or not, by the last that was said of it
-        for op, key in new:
-            if op == "clear":
-                self.keys.clear()
-                last.clear()
-            else:
-                last[key] = op
+        # a key is held, or not, by the last that was said of it
+        last = {key: op for op, key in new}
+        if b"" in last:
+            self.keys.clear()
+            cleared = max(place for place, (op, _) in enumerate(new) if op == "clear")
+            last = {key: op for op, key in new[cleared + 1 :]}
         if last:
             self.keys.hold([key for key, op in last.items() if op == "add"])
             self.keys.lose([key for key, op in last.items() if op == "remove"])

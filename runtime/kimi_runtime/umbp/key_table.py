@@ -27,8 +27,8 @@ MOVED_BUCKETS = 512
 MAX_SETS = 65_536
 """Sets of owners that are kept before those without a key are collected."""
 
-_AHEAD = (1, 255, 8192)
-"""Keys looked up at a time: a cold prompt ends at the first."""
+_AHEAD = (1, 8192)
+"""Keys looked up at a time: a cold prompt ends at the first, others seldom early."""
 
 _FEW = 48
 """Keys up to which one after the other is sooner done than all together in arrays."""
@@ -214,15 +214,24 @@ class KeyTable:
         return slots
 
     def _change(self, owner: int, slots: Array, *, held: bool) -> None:
-        bit = 1 << owner
-        numbers, inverse = np.unique(self._slots.numbers[slots], return_inverse=True)
+        bit, table = 1 << owner, self._slots.numbers
+        if not len(slots):
+            return
+        known = table[slots]
+        if (known == known[0]).all():  # keys of one prompt
+            mask = self._masks[known[0]] & ~self._retired
+            after_all = mask | bit if held else mask & ~bit
+            table[slots] = self._set(after_all)
+            if after_all != mask:
+                self._counts[owner] += len(slots) if held else -len(slots)
+            return
+        numbers, inverse = np.unique(known, return_inverse=True)
         before = [self._masks[number] & ~self._retired for number in numbers.tolist()]
         after = [mask | bit if held else mask & ~bit for mask in before]
         changed = np.array([a != b for a, b in zip(after, before, strict=True)], bool)
         sets = np.array([self._set(mask) for mask in after], np.uint32)
-        if len(slots):
-            self._slots.numbers[slots] = sets[inverse]
-            self._counts[owner] += int(changed[inverse].sum()) * (1 if held else -1)
+        table[slots] = sets[inverse]
+        self._counts[owner] += int(changed[inverse].sum()) * (1 if held else -1)
 
     def _set(self, mask: int) -> int:
         number = self._set_of.get(mask)

@@ -90,6 +90,7 @@ class _Segment:
         self._length_at: dict[int, int] = {}  # start of a free run -> its length
         self._start_before: dict[int, int] = {}  # page after a free run -> its start
         self._by_class: list[dict[int, None]] = [{} for _ in range(64)]
+        self._classes = 0  # a bit for each class that has runs
 
     def runs(self) -> dict[int, int]:
         return dict(self._length_at)
@@ -123,22 +124,20 @@ class _Segment:
         best: int | None = None
         for looked, start in enumerate(self._by_class[own]):
             length = self._length_at[start]
-            if length >= count and (best is None or length < self._length_at[best]):
+            if length == count:
+                return start
+            if length > count and (best is None or length < self._length_at[best]):
                 best = start
             if looked == _LOOK_AT:
                 break
         if best is not None:
             return best
-        for larger in self._by_class[own + 1 :]:
-            if larger:
-                return next(iter(larger))
-        return None
+        larger = self._classes >> own + 1 << own + 1
+        return next(iter(self._by_class[_lowest(larger)])) if larger else None
 
     def _largest(self) -> int:
-        for runs in reversed(self._by_class):
-            if runs:
-                return next(iter(runs))
-        raise AssertionError("free pages are counted but in no run")
+        assert self._classes, "free pages are counted but in no run"
+        return next(iter(self._by_class[self._classes.bit_length() - 1]))
 
     def _cut(self, start: int, count: int) -> Extent:
         length = self._remove(start)
@@ -152,12 +151,23 @@ class _Segment:
             return
         self._length_at[start] = length
         self._start_before[start + length] = start
-        self._by_class[length.bit_length()][start] = None
+        number = length.bit_length()
+        self._by_class[number][start] = None
+        self._classes |= 1 << number
         self.free += length
 
     def _remove(self, start: int) -> int:
         length = self._length_at.pop(start)
         del self._start_before[start + length]
-        del self._by_class[length.bit_length()][start]
+        number = length.bit_length()
+        runs = self._by_class[number]
+        del runs[start]
+        if not runs:
+            self._classes ^= 1 << number
         self.free -= length
         return length
+
+
+def _lowest(bits: int) -> int:
+    """The number of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1

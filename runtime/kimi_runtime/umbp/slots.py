@@ -49,7 +49,7 @@ class Slots:
         pending = np.arange(len(names))
         bucket = self._home(names)
         while len(pending):
-            rows = self.names[bucket]
+            rows: Array = self.names.take(bucket, axis=0)
             # a name is in one slot at most, so that flat positions tell rows and places in them
             hits = np.flatnonzero(rows == names[pending, None])
             there = hits >> _BUCKET_BITS

@@ -1,6 +1,7 @@
 """The planner's exchange rates, and what is the same for every plan of one decision. Pure."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kimi_runtime.router.cost.order import Grid
 from kimi_runtime.router.estimate.models import Models
@@ -48,8 +49,7 @@ class Prices:
         return self.interactive_q if urgency is RequestClass.INTERACTIVE else self.background_q
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """The speeds of one kind of worker in one decision.
 
     Prefill of tokens r to L takes `fixed + token (L - r) + pair (L - r)(L + r) / 2`. Variances are

@@ -13,6 +13,7 @@ from statistics import NormalDist
 KEPT = 500
 ENOUGH = 50
 MAX_SD = 10.0
+_NORMAL = NormalDist()
 
 
 class Calibration:
@@ -40,9 +41,8 @@ class Calibration:
         Never negative: a plan is not made better by being uncertain.
         """
         count = len(self._sorted)
-        normal = NormalDist().inv_cdf(q)
         if count < ENOUGH:
-            return max(normal, 0.0)
+            return max(_NORMAL.inv_cdf(q), 0.0)
         rank = min(math.ceil((count + 1) * q), count)
         return max(self._sorted[rank - 1], 0.0)
 

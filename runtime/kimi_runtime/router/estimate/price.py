@@ -27,12 +27,14 @@ class SpacePrice:
     def evicted(self, keys: Iterable[bytes], *, now_s: float) -> None:
         """Blocks were given up for others'."""
         self._fade(now_s)
+        ghosts, taken = self._ghosts, self._taken
         for key in keys:
-            self._ghosts[key] = now_s
-            self._ghosts.move_to_end(key)
-            self._taken += 1
-        while len(self._ghosts) > self._limit:
-            self._ghosts.popitem(last=False)
+            ghosts[key] = now_s
+            ghosts.move_to_end(key)
+            taken += 1
+        self._taken = taken
+        while len(ghosts) > self._limit:
+            ghosts.popitem(last=False)
 
     def missed(self, keys: Iterable[bytes], *, seconds_per_block: float, now_s: float) -> int:
         """Blocks were missed and took this long each to come back; how many were evicted here."""

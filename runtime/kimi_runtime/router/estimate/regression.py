@@ -14,6 +14,7 @@ Sources: Huber (1964) for the bound of 1.345 sd; Page (1954) for the CUSUM. Pure
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kimi_runtime.router.estimate.moments import Estimate
 
@@ -35,8 +36,7 @@ RESOLVE_SHARE = 0.05
 """Of `age_out_s`: how old a solution may be before what has faded since is taken into account."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """One solution: coefficients in the units of x, their covariance, the relative noise."""
 
     coefficients: tuple[float, ...]
@@ -45,10 +45,15 @@ class Fit:
 
     def at(self, x: Sequence[float]) -> Estimate:
         """The prediction at x, with the noise of one observation."""
+        mean = self.mean(x)
+        return Estimate(mean, self.noise_var * mean * mean + self.model_var(x))
+
+    def mean(self, x: Sequence[float]) -> float:
+        """The prediction at x alone."""
         mean = 0.0
         for coefficient, value in zip(self.coefficients, x, strict=True):
             mean += coefficient * value
-        return Estimate(mean, self.noise_var * mean * mean + self.model_var(x))
+        return mean
 
     def model_var(self, x: Sequence[float]) -> float:
         """The part of the variance that more data would remove."""
@@ -112,15 +117,16 @@ class Regression:
         if fit is None or now_s != self._solved_at_s:
             self._fade(now_s)
             fit = self._solve()
-        expected = fit.at(x)
+        expected_s, model_var = fit.mean(x), fit.model_var(x)
         usual = sum(prior * value for prior, value in zip(self.prior, x, strict=True))
         if not (math.isfinite(seconds) and seconds >= 0 and usual > 0):
             return False
         self.observations += 1
         seconds = min(max(seconds, usual / self.farthest), usual * self.farthest)
-        scale = max(expected.mean, usual / self.farthest)
-        residual = seconds - expected.mean
-        off = residual / math.hypot(expected.sd, 1e-6 * scale)
+        scale = max(expected_s, usual / self.farthest)
+        residual = seconds - expected_s
+        sd_s = math.sqrt(fit.noise_var * expected_s * expected_s + model_var)
+        off = residual / math.hypot(sd_s, 1e-6 * scale)
         changed = self._detect(off)
         if changed:
             self.changes += 1
@@ -128,13 +134,14 @@ class Regression:
             self._spread = min(WIDENED * self._spread, MAX_SPREAD)
             self._noise_var, self._noise_count = WIDENED * self.noise_sd**2, NOISE_COUNT
         weight = 1.0 if abs(off) <= HUBER_SD else HUBER_SD / abs(off)
-        self._learn_noise(residual / scale, fit.model_var(x) / scale**2)
+        self._learn_noise(residual / scale, model_var / scale**2)
         phi = [prior * value / scale for prior, value in zip(self.prior, x, strict=True)]
-        for i, left in enumerate(phi):
-            self._moment[i] = self.forgetting * self._moment[i] + weight * left * seconds / scale
+        kept, moment = self.forgetting, self._moment
+        for i, (left, row) in enumerate(zip(phi, self._information, strict=True)):
+            weighted = weight * left
+            moment[i] = kept * moment[i] + weighted * seconds / scale
             for j, right in enumerate(phi):
-                kept = self.forgetting * self._information[i][j]
-                self._information[i][j] = kept + weight * left * right
+                row[j] = kept * row[j] + weighted * right
         self._fit = None
         return changed
 
@@ -171,37 +178,43 @@ class Regression:
 
     def _solve(self) -> Fit:
         """The posterior; coefficients that came out negative are 0 and the others re-solved."""
-        size, trust = len(self.prior), 1 / (self._spread * self.relative_sd**2)
-        active = [i for i in range(size) if self.prior[i] > 0]
-        theta, inverse = [0.0] * size, [[0.0] * size for _ in range(size)]
+        prior, noise_var, moment = self.prior, self._noise_var, self._moment
+        size, trust = len(prior), 1 / (self._spread * self.relative_sd**2)
+        active = [i for i in range(size) if prior[i] > 0]
         while active:
-            matrix = [
-                [self._information[i][j] / self._noise_var + trust * (i == j) for j in active]
-                for i in active
-            ]
-            right = [self._moment[i] / self._noise_var + trust for i in active]
-            solved, small = _solved(matrix, right)
-            lowest = min(range(len(active)), key=solved.__getitem__)
-            if solved[lowest] >= 0:
-                for a, i in enumerate(active):
-                    theta[i] = solved[a]
-                    for b, j in enumerate(active):
-                        inverse[i][j] = small[a][b]
-                break
-            del active[lowest]
-        return Fit(
-            tuple(t * p for t, p in zip(theta, self.prior, strict=True)),
-            tuple(
-                tuple(inverse[i][j] * self.prior[i] * self.prior[j] for j in range(size))
-                for i in range(size)
-            ),
-            self._noise_var,
-        )
+            known = [self._information[i] for i in active]
+            matrix = [[row[j] / noise_var for j in active] for row in known]
+            for a, row in enumerate(matrix):
+                row[a] += trust
+            solved, inverse = _solved(matrix, [moment[i] / noise_var + trust for i in active])
+            lowest = min(solved)
+            if lowest >= 0:
+                return self._fitted(active, solved, inverse)
+            del active[solved.index(lowest)]
+        return self._fitted((), (), ())
+
+    def _fitted(
+        self,
+        active: Sequence[int],
+        solved: Sequence[float],
+        inverse: Sequence[Sequence[float]],
+    ) -> Fit:
+        """In the units of x; what is not active is 0."""
+        prior, size = self.prior, len(self.prior)
+        theta, covariance = [0.0] * size, [[0.0] * size for _ in range(size)]
+        for i, value, row in zip(active, solved, inverse, strict=True):
+            own, of = prior[i], covariance[i]
+            theta[i] = value * own
+            for j, cov in zip(active, row, strict=True):
+                of[j] = cov * own * prior[j]
+        return Fit(tuple(theta), tuple([tuple(row) for row in covariance]), self._noise_var)
 
 
 def _solved(matrix: list[list[float]], right: list[float]) -> tuple[list[float], list[list[float]]]:
     """`matrix^-1 right` and `matrix^-1`, of a symmetric positive definite matrix."""
     size = len(right)
+    if size == 3:
+        return _solved_of_three(matrix, right)
     rows = [
         [*matrix[i], *(1.0 if i == j else 0.0 for j in range(size)), right[i]] for i in range(size)
     ]
@@ -213,3 +226,23 @@ def _solved(matrix: list[list[float]], right: list[float]) -> tuple[list[float],
                 factor = rows[j][i]
                 rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
     return [row[-1] for row in rows], [row[size:-1] for row in rows]
+
+
+def _solved_of_three(
+    matrix: list[list[float]], right: list[float]
+) -> tuple[list[float], list[list[float]]]:
+    """The same, to the last bit, without loops: load reports ask for it thousands of times a second
+    of a large fleet. `i`, `j` and `k` are the columns of the inverse, `r` is the right side.
+    """
+    (a0, a1, a2), (b0, b1, b2), (c0, c1, c2) = matrix
+    ar, br, cr = right
+    a1, a2, ai, ar = a1 / a0, a2 / a0, 1.0 / a0, ar / a0
+    b1, b2, bi, br = b1 - b0 * a1, b2 - b0 * a2, 0.0 - b0 * ai, br - b0 * ar
+    c1, c2, ci, cr = c1 - c0 * a1, c2 - c0 * a2, 0.0 - c0 * ai, cr - c0 * ar
+    b2, bi, bj, br = b2 / b1, bi / b1, 1.0 / b1, br / b1
+    a2, ai, aj, ar = a2 - a1 * b2, ai - a1 * bi, 0.0 - a1 * bj, ar - a1 * br
+    c2, ci, cj, cr = c2 - c1 * b2, ci - c1 * bi, 0.0 - c1 * bj, cr - c1 * br
+    ci, cj, ck, cr = ci / c2, cj / c2, 1.0 / c2, cr / c2
+    ai, aj, ak, ar = ai - a2 * ci, aj - a2 * cj, 0.0 - a2 * ck, ar - a2 * cr
+    bi, bj, bk, br = bi - b2 * ci, bj - b2 * cj, 0.0 - b2 * ck, br - b2 * cr
+    return [ar, br, cr], [[ai, aj, ak], [bi, bj, bk], [ci, cj, ck]]

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kimi_runtime.router.estimate.moments import Estimate
 from kimi_runtime.router.estimate.regression import Fit, Regression
@@ -16,8 +16,7 @@ MAX_BIAS = math.log(8.0)
 """The most that one worker differs from its kind; beyond it is a lie or a fault."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curves:
+class Curves(NamedTuple):
     """The fits of one kind at one moment."""
 
     prior: SpeedPrior
@@ -68,6 +67,12 @@ class Speeds:
             known = self._curves = Curves(self.prior, prefill, step)
         return known
 
+    def step_s(self, worker: str, rows: float, kv_tokens: float, *, now_s: float) -> float:
+        """Seconds of a decode step on this worker; see `Curves.step_s`."""
+        self._prefill.fit(now_s=now_s)  # both fits are as old, whichever is asked for
+        mean = self._step.fit(now_s=now_s).mean(step_shape(self.prior, rows, kv_tokens))
+        return mean * self.bias(worker)
+
     def bias(self, worker: str) -> float:
         """What this worker's seconds are multiplied by, relative to its kind."""
         known = self._bias.get(worker)
@@ -78,7 +83,7 @@ class Speeds:
     ) -> bool:
         """A prefill took `seconds` once it ran; True if the kind's speed has changed."""
         x = (1.0, float(new_tokens), new_tokens * (cached_tokens + new_tokens / 2))
-        expected = self._prefill.fit(now_s=now_s).at(x).mean
+        expected = self._prefill.fit(now_s=now_s).mean(x)
         own = self._learn_bias(worker, seconds, expected)
         return self._prefill.observe(x, seconds / own, now_s=now_s)
 
@@ -87,7 +92,7 @@ class Speeds:
     ) -> bool:
         """A decode step without prefill took `seconds`; True if the kind's speed has changed."""
         x = step_shape(self.prior, rows, kv_tokens)
-        own = self._learn_bias(worker, seconds, self._step.fit(now_s=now_s).at(x).mean)
+        own = self._learn_bias(worker, seconds, self._step.fit(now_s=now_s).mean(x))
         return self._step.observe(x, seconds / own, now_s=now_s)
 
     def forget(self, worker: str) -> None:

@@ -2,12 +2,14 @@
 
 import math
 import random
+from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_runtime.router.estimate.regression import Regression
+from kimi_runtime.router.estimate.regression import HUBER_SD, Regression
 
 PRIOR = (0.01, 2e-5, 6e-10)
 
@@ -134,3 +136,34 @@ def test_more_tokens_never_take_less_time(new, more, cached):
     fit = taught((1.5, 0.6, 2.0), 60).fit(now_s=60.0)
     assert fit.at(shape(new + more, cached)).mean >= fit.at(shape(new, cached)).mean
     assert fit.at(shape(new, cached + more)).mean >= fit.at(shape(new, cached)).mean
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    factors=st.tuples(*[st.floats(0.3, 3)] * 3),
+    count=st.integers(1, 40),
+    unknowns=st.sampled_from([2, 3]),
+)
+def test_the_solution_is_that_of_the_normal_equations(factors, count, unknowns):
+    prior = np.array(PRIOR[:unknowns])
+    model = Regression(tuple(prior), relative_sd=0.5)
+    information, moment = np.zeros((unknowns, unknowns)), np.zeros(unknowns)
+    for x, _ in islice(prompts(1), count):
+        shapes = x[:unknowns]
+        before, seconds = model.fit(now_s=0.0), float(prior * factors[:unknowns] @ shapes)
+        if model.observe(shapes, seconds, now_s=0.0):
+            return  # a change was seen, and the data dropped
+        expected = before.at(shapes)
+        scale = max(expected.mean, prior @ shapes / model.farthest)
+        off = abs(seconds - expected.mean) / math.hypot(expected.sd, 1e-6 * scale)
+        weight = min(HUBER_SD / off, 1.0) if off else 1.0
+        phi = prior * shapes / scale
+        information = model.forgetting * information + weight * np.outer(phi, phi)
+        moment = model.forgetting * moment + weight * phi * seconds / scale
+    fit = model.fit(now_s=0.0)
+    precision = information / fit.noise_var + np.eye(unknowns) / 0.5**2
+    theta = np.linalg.solve(precision, moment / fit.noise_var + 1 / 0.5**2)
+    if theta.min() > 0:  # else some of them are left out
+        assert fit.coefficients == pytest.approx(theta * prior, rel=1e-6)
+        covariance = np.linalg.inv(precision) * np.outer(prior, prior)
+        assert np.array(fit.covariance) == pytest.approx(covariance, rel=1e-6)
