@@ -152,7 +152,7 @@ class Pool:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run of `keys` held. Renews nothing: probes must not feed LRU."""
-        return sum(1 for _ in takewhile(self._blocks.__contains__, keys))
+        return len(list(takewhile(self._blocks.__contains__, keys)))
 
     def block(self, key: bytes) -> Block | None:
         """The visible block of a key."""
@@ -361,7 +361,8 @@ class Pool:
         lease_s = self.pin_lease_s if lease_s is None else lease_s
         pinned = Pinned(self._number, reader, tuple(run), gap, now_s + lease_s)
         for block in run:
-            self._idle.remove(block.key)
+            if not block.pins:
+                self._idle.remove(block.key)
             block.pins += 1
             block.used_s = _at(now_s, block.used_s)
             block.account.heard(now_s)
@@ -524,10 +525,7 @@ class Pool:
     ) -> Granted | None:
         self._number += 1
         reservation = Reservation(
-            *(key, self._number, size, extents, writer, expires_s),
-            account=account,
-            priority=priority,
-            stock=stock,
+            key, self._number, size, extents, writer, expires_s, account, priority, stock=stock
         )
         if not self._reservations.add(reservation):
             return None
@@ -540,6 +538,8 @@ class Pool:
         account.heard(now_s)
         pages, evict = -(-size // self.page_bytes), below > 0
         quota = account.terms.quota_pages
+        if quota is None and pages <= self._pages.free:
+            return self._pages.take(pages)
         over = 0 if quota is None else max(0, account.used_pages + pages - quota)
         if self._reservations.stocks and (over or pages > self._pages.free):
             self._reservations.revoke(None if pages > self._pages.free else account)
@@ -613,12 +613,8 @@ class Pool:
 
     def _show(self, reservation: Reservation, tags: tuple[GroupTag, ...], now_s: float) -> None:
         key, generation = reservation.key, reservation.generation
-        block = Block(
-            *(key, generation, reservation.size, reservation.pages, reservation.extents, tags),
-            account=reservation.account,
-            priority=reservation.priority,
-            used_s=_at(now_s, 0.0),
-        )
+        where = (key, generation, reservation.size, reservation.pages, reservation.extents, tags)
+        block = Block(*where, reservation.account, reservation.priority, _at(now_s, 0.0))
         self.journal.published(block)
         self._reservations.became_block(reservation)
         self._blocks[key] = block

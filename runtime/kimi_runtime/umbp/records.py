@@ -48,6 +48,8 @@ class Reservation:
     @property
     def pages(self) -> int:
         """Pages it takes."""
+        if len(self.extents) == 1:
+            return self.extents[0].pages  # as is usual; asked for every block of a put
         return sum(extent.pages for extent in self.extents)
 
 
