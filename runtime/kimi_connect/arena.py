@@ -197,7 +197,8 @@ class Arena:
                 raise ValueError(f"pages {first}+{count} of an arena of {self.pages}")
             start = first * self.page_bytes
             take = min(left, count * self.page_bytes)
-            self._map_in(self.shape.data_at + start, take)
+            if self._chunks is not None:
+                self._map_in(self.shape.data_at + start, take)
             yield self._data[start : start + take]
             left -= take
         if left:

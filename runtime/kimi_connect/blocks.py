@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kimi_connect.arena import Arena
 from kimi_connect.copying import copy_bytes
-from kimi_connect.directory import Entry
+from kimi_connect.directory import Listed
 from kimi_connect.tags import Leaves, block_tags, tag_of_leaves
 from kimi_connect.wire import Granted, GroupTag, PinnedBlock
 
@@ -169,7 +169,7 @@ class _Copy(NamedTuple):
 
 def _listed(
     arena: Arena, keys: Sequence[bytes], into: Sequence[memoryview]
-) -> "list[tuple[Entry, _Copy]]":
+) -> "list[tuple[Listed, _Copy]]":
     """The leading blocks that the directory lists and that fit."""
     listed = []
     for key, target in zip(keys, into, strict=False):
@@ -225,16 +225,23 @@ def _cut(
     *,
     checked: memoryview,
 ) -> "list[list[tuple[memoryview, list[tuple[memoryview, memoryview]]]]]":
-    """A block that lies in parts, on one side or the other, in pieces that end with the groups."""
+    """A block that lies in parts, on one side or the other, in pieces that end with the groups.
+
+    `checked` is the side that is in one part: what is tagged.
+    """
     in_one = len(into) == len(source) == 1
     spans = [] if in_one else _spans(into, source)
+    of_target = checked is into[0]
     cut, start = [], 0
     for size in groups:
         pieces = []
         for at in range(start, start + size, PIECE_BYTES):
             end = min(at + PIECE_BYTES, start + size)
-            pairs = [(into[0][at:end], source[0][at:end])] if in_one else _stretch(spans, at, end)
-            pieces.append((checked[at:end], pairs))
+            if in_one:
+                pair = (into[0][at:end], source[0][at:end])
+                pieces.append((pair[0] if of_target else pair[1], [pair]))
+            else:
+                pieces.append((checked[at:end], _stretch(spans, at, end)))
         cut.append(pieces)
         start += size
     return cut

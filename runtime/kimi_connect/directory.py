@@ -73,6 +73,14 @@ class Entry(NamedTuple):
     spares: "tuple[int, ...]"
 
 
+class Listed(NamedTuple):
+    """Of an `Entry` of a block, what its readers need."""
+
+    at: int
+    seq: int
+    block: PinnedBlock
+
+
 class Directory:
     """Reads the cells in `view`."""
 
@@ -80,7 +88,7 @@ class Directory:
         self.cells = cells
         self._view = view
 
-    def find(self, key: bytes) -> "Entry | None":
+    def find(self, key: bytes) -> "Listed | None":
         """The block of a key, whole; None if it is not here, or being written just now."""
         if not self.cells.slots:
             return None
@@ -92,8 +100,7 @@ class Directory:
             if found < 0:
                 return None
             at, cell = at + found, window[found : found + CELL_BYTES]
-        entry = self._entry(at, cell)
-        return entry if entry is not None and (entry.kind, entry.key) == (BLOCK, key) else None
+        return self._listed(at, cell, key)
 
     def lists(self, key: bytes) -> bool:
         """Whether there is an entry of a key, read or not: a few times quicker than `find`."""
@@ -104,7 +111,7 @@ class Directory:
             return True
         return _cell_in(bytes(self._view[at : at + PROBE * CELL_BYTES]), key) >= 0
 
-    def unchanged(self, entry: Entry) -> bool:
+    def unchanged(self, entry: "Listed | Entry") -> bool:
         """Whether the entry is still the one that was found, so that its pages are its own."""
         seq: int = SEQ.unpack_from(self._view, entry.at)[0]
         return seq == entry.seq
@@ -120,30 +127,64 @@ class Directory:
         )
         if seq % 2 or kind not in (BLOCK, RESERVATION) or extents > _MAX_EXTENTS:
             return None
-        need = tenant + tags * _TAG.size + extents * _EXTENT.size
-        body, spares = cell[HEAD.size :], []
-        while len(body) < need:
-            if not 0 < more <= self.cells.spares:
-                return None
-            spares.append(more - 1)
-            start = self.cells.spare(more - 1) * CELL_BYTES
-            cell = bytes(self._view[start : start + CELL_BYTES])
-            more = HEAD.unpack_from(cell)[8]
-            body += cell[HEAD.size :]
-        at_tags, at_extents = tenant, tenant + tags * _TAG.size
+        body, spares = self._body(cell, tenant + tags * _TAG.size + extents * _EXTENT.size, more)
         try:
             name = body[:tenant].decode()
             rank = _PRIORITIES[priority]
         except (ValueError, KeyError):
             return None
-        block = PinnedBlock(
-            generation,
-            size,
-            tuple(map(_group_tag, _TAG.iter_unpack(body[at_tags:at_extents]))),
-            tuple(map(_extent, _EXTENT.iter_unpack(body[at_extents:need]))),
-        )
-        entry = Entry(at, seq, kind, key, block, name, rank, tuple(spares))
+        block = _block(generation, size, body[tenant:], tags, extents)
+        if block is None:
+            return None
+        entry = Entry(at, seq, kind, key, block, name, rank, spares)
         return entry if self.unchanged(entry) else None
+
+    def _listed(self, at: int, cell: bytes, wanted: bytes) -> "Listed | None":
+        """What a reader needs of `_entry`, if that is of the block it wants."""
+        seq, kind, _, tags, tenant, extents, generation, size, more, key = HEAD.unpack_from(cell)
+        if seq % 2 or kind != BLOCK or key != wanted or extents > _MAX_EXTENTS:
+            return None
+        body, _ = self._body(cell, tenant + tags * _TAG.size + extents * _EXTENT.size, more)
+        block = _block(generation, size, body[tenant:], tags, extents)
+        if block is None:
+            return None
+        listed = Listed(at, seq, block)
+        return listed if self.unchanged(listed) else None
+
+    def _body(self, cell: bytes, need: int, more: int) -> "tuple[bytes, tuple[int, ...]]":
+        """At least `need` bytes of what follows a head, and the spares they are in; fewer bytes
+        where the way on leads nowhere.
+        """
+        body = cell[HEAD.size :]
+        if len(body) >= need:
+            return body, ()
+        spares = []
+        while len(body) < need and 0 < more <= self.cells.spares:
+            spares.append(more - 1)
+            start = self.cells.spare(more - 1) * CELL_BYTES
+            cell = bytes(self._view[start : start + CELL_BYTES])
+            more = HEAD.unpack_from(cell)[8]
+            body += cell[HEAD.size :]
+        return body, tuple(spares)
+
+
+def _block(
+    generation: int, size: int, body: bytes, tags: int, extents: int
+) -> "PinnedBlock | None":
+    """What a body says behind its tenant; None if it ends too early."""
+    end = tags * _TAG.size
+    if tags == extents == 1 and len(body) >= _TAG.size + _EXTENT.size:  # as most are
+        tag, extent = _group_tag(_TAG.unpack_from(body)), _extent(_EXTENT.unpack_from(body, end))
+        return PinnedBlock(generation, size, (tag,), (extent,))
+    need = end + extents * _EXTENT.size
+    if len(body) < need:
+        return None
+    return PinnedBlock(
+        generation,
+        size,
+        tuple(map(_group_tag, _TAG.iter_unpack(body[:end]))),
+        tuple(map(_extent, _EXTENT.iter_unpack(body[end:need]))),
+    )
 
 
 def _cell_in(window: bytes, key: bytes) -> int:

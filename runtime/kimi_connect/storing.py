@@ -88,10 +88,12 @@ class _IntoStock:
     ) -> "list[Filled]":
         """The next blocks of one size: copied, or found to be there. None without a stock."""
         size, arena = views[start].nbytes, self._connection.arena
-        end = min(len(keys), start + max(1, PART_BYTES // size))
-        end = next((n for n in range(start, end) if views[n].nbytes != size), end)
-        held = next((n for n in range(start, end) if not arena.directory.lists(keys[n])), end)
+        most, end, held = min(len(keys), start + max(1, PART_BYTES // size)), start, start
+        while end < most and views[end].nbytes == size:
+            end += 1
         # a chain is there from its head on: who lacks one block lacks those behind it
+        while held < end and arena.directory.lists(keys[held]):
+            held += 1
         places = self._connection.stock.take((self._tenant, size), end - held)
         copying = slice(held, held + len(places))
         written = self._batches.fill(keys[copying], places, views[copying], ends_s)

@@ -5,6 +5,7 @@ its bytes arrive.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -17,10 +18,16 @@ _digest = xxhash.xxh3_64_digest
 def leaves(view: memoryview) -> bytes:
     """Digests of the 4 KiB leaves of flat bytes; a short last leaf is padded with zeros."""
     whole = view.nbytes - view.nbytes % LEAF_BYTES
-    digests = [_digest(view[at : at + LEAF_BYTES]) for at in range(0, whole, LEAF_BYTES)]
+    digests = [_digest(view[leaf]) for leaf in _slices(whole)]
     if whole < view.nbytes:
         digests.append(_digest(bytes(view[whole:]).ljust(LEAF_BYTES, b"\0")))
     return b"".join(digests)
+
+
+@lru_cache(maxsize=64)
+def _slices(size: int) -> tuple[slice, ...]:
+    """The whole leaves of so many bytes: making these anew costs a fifth of a tag's time."""
+    return tuple(slice(at, at + LEAF_BYTES) for at in range(0, size, LEAF_BYTES))
 
 
 def tag(binding: bytes, group: int, data: memoryview) -> bytes:
