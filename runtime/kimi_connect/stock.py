@@ -18,6 +18,9 @@ Kind = tuple[str, int]
 PUTS = 4
 """Puts that a stock is for: with half of it the next is asked for, so not every put has to."""
 
+KINDS = 8
+"""Stocks of a client at a time, at most."""
+
 ASK_AGAIN_S = 0.05
 """After a wish of which nothing was granted."""
 
@@ -66,7 +69,9 @@ class Stock:
             return Wish()
         wanted = most - held
         self._kinds[kind] = self._kinds.pop(kind, deque())
-        while len(self._kinds) > 1 and self._bytes() + wanted * size > STOCK_BYTES:
+        while len(self._kinds) > KINDS or (
+            len(self._kinds) > 1 and self._bytes() + wanted * size > STOCK_BYTES
+        ):
             self.put_back(list(self._kinds.pop(next(iter(self._kinds)))))
         self._asked[kind] = self._asked.get(kind, 0) + wanted
         return Wish(wanted, size)
@@ -80,6 +85,8 @@ class Stock:
         """A wish was answered."""
         if wish.blocks:
             self._asked[kind] -= wish.blocks
+            if not self._asked[kind]:
+                del self._asked[kind]
             if not kept.granted:
                 self._again_s = now_s + ASK_AGAIN_S
         if kept.revoked != self._revoked:

@@ -1,8 +1,9 @@
-"""Putting a part of what a client stores: small blocks in their PUT, others into its stock.
+"""Putting a part of what a client stores: into its stock, or by asking the daemon.
 
 What lies in the stock is told the daemon without waiting for its answer, which brings the pages of
 a later put: it reads what was told before it says of any block that it is not there. Where there is
-no stock, pages are reserved first, and the answer to their commit is waited for.
+no stock, small blocks travel inside their PUT; others have pages reserved, are written there, and
+committed.
 """
 
 from collections.abc import Sequence
@@ -63,8 +64,18 @@ class _IntoStock:
         self._connection, self._batches = connection, batches
         self._tenant, self._priority, self._blocks = tenant, priority, blocks
 
-    def put(self, keys: Sequence[bytes], views: Sequence[memoryview], ends_s: float) -> int:
-        """How many leading blocks lie in the stock, or were there before, when this ends."""
+    def put(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        ends_s: float,
+        *,
+        wait: bool,
+    ) -> int:
+        """How many leading blocks lie in the stock, or were there before, when this ends.
+
+        `wait` for the answer to a wish, where there is one.
+        """
         done = 0
         while done < len(keys):
             kind = (self._tenant, views[done].nbytes)
@@ -72,7 +83,7 @@ class _IntoStock:
             if part:
                 self._tell(part, kind)
                 done += len(part)
-            elif self._connection.stock.awaits(kind) and now_s() < ends_s:
+            elif wait and self._connection.stock.awaits(kind) and now_s() < ends_s:
                 self._connection.hear(ends_s)
             else:
                 break
@@ -140,14 +151,27 @@ class Storing:
     ) -> Stored:
         """Put blocks until one does not fit. Lost, TimeoutError."""
         views = [flat(block) for block in blocks]
-        if sum(view.nbytes for view in views) > small_puts.SMALL_PUT_BYTES:
-            return self._large(keys, views, ends_s, tenant, priority)
-        small = small_puts.tagged(keys, views, self._group_bytes, self._leaves)
-        put = small_puts.pack_put(small, tenant, priority)
-        kept = self._daemon.number(Op.PUT, put, ends_s)
-        return Stored(len(keys), kept, kept)
+        small = sum(view.nbytes for view in views) <= small_puts.SMALL_PUT_BYTES
+        with self._daemon.using(ends_s) as connection:
+            if not connection.stock.has((tenant, views[0].nbytes), len(keys)):
+                connection.hear_what_came()
+            into = _IntoStock(connection, self._batches, tenant, priority, len(keys))
+            done = into.put(keys, views, ends_s, wait=not small)
+        if done == len(keys):
+            return Stored(done, done, done if into.told < 2 else 0)
+        rest = slice(done, len(keys))
+        by_asking = self._in_one_call if small else self._in_two_steps
+        try:
+            asked = by_asking(keys[rest], views[rest], ends_s, tenant, priority)
+            with self._daemon.using(ends_s) as connection:
+                into.ask(connection, views[-1].nbytes)
+        except (Lost, TimeoutError):
+            if not done:
+                raise
+            return Stored(len(keys), done, 0)
+        return Stored(len(keys), done + asked.kept, 0 if done else asked.fresh)
 
-    def _large(
+    def _in_one_call(
         self,
         keys: Sequence[bytes],
         views: Sequence[memoryview],
@@ -155,24 +179,11 @@ class Storing:
         tenant: str,
         priority: Priority,
     ) -> Stored:
-        """Put as much as there is a stock for into that, and the rest in two steps."""
-        with self._daemon.using(ends_s) as connection:
-            if not connection.stock.has((tenant, views[0].nbytes), len(keys)):
-                connection.hear_what_came()
-            into = _IntoStock(connection, self._batches, tenant, priority, len(keys))
-            done = into.put(keys, views, ends_s)
-        if done == len(keys):
-            return Stored(done, done, done if into.told < 2 else 0)
-        rest = slice(done, len(keys))
-        try:
-            two = self._in_two_steps(keys[rest], views[rest], ends_s, tenant, priority)
-            with self._daemon.using(ends_s) as connection:
-                into.ask(connection, views[-1].nbytes)
-        except (Lost, TimeoutError):
-            if not done:
-                raise
-            return Stored(len(keys), done, 0)
-        return Stored(len(keys), done + two.kept, 0 if done else two.fresh)
+        """Have the daemon write them."""
+        small = small_puts.tagged(keys, views, self._group_bytes, self._leaves)
+        put = small_puts.pack_put(small, tenant, priority)
+        kept = self._daemon.number(Op.PUT, put, ends_s)
+        return Stored(len(keys), kept, kept)
 
     def _in_two_steps(
         self,

@@ -303,6 +303,15 @@ async def test_a_put_into_the_stock_waits_for_no_answer_and_is_seen_by_whoever_a
     await other.aclose()
 
 
+async def test_small_blocks_go_into_the_stock_too_once_there_is_one(daemon, client, monkeypatch):
+    monkeypatch.setattr(small_puts, "SMALL_PUT_BYTES", 128 << 10)
+    first, second = keys_of(4), keys_of(4, 100)
+    await of(client.store, first, blocks_of(first), deadline_s=SOON_S)
+    await until(lambda: daemon.clients.pool.stocks)
+    assert client.store(second, blocks_of(second), deadline_s=SOON_S) == 4
+    await loads(client, [*first, *second])
+
+
 async def bare(daemon, instance):
     given = {"instance": instance, "name": "bare", "writing": frozenset()}
     return await open_link(daemon.spec.socket, CALL_KEY, within_s=SOON_S, **given)
