@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import aiohttp
 
@@ -163,10 +163,15 @@ class Fleet:
         states = checkpoints or {}
         return [
             _view(
-                *(member, info, loads[member.name], cached, pooled, facts),
-                checkpoints=states.get(member.name, () if info.state_bytes else None),
+                member,
+                info,
+                loads[name],
+                cached,
+                pooled,
+                facts,
+                states.get(name, () if info.state_bytes else None),
             )
-            for member in self._members.values()
+            for name, member in self._members.items()
             if (info := member.info) is not None
         ]
 
@@ -307,35 +312,25 @@ class Fleet:
 
 
 def geometry_of(info: WorkerInfo) -> Geometry:
-    """The part of a worker's description that its block keys depend on."""
-    return Geometry(info.model_digest, info.layout, info.block_tokens)
+    """The part of a worker's description that its block keys depend on; one object for each."""
+    return _geometry(info.model_digest, info.layout, info.block_tokens)
+
+
+_geometry = lru_cache(maxsize=256)(Geometry)
 
 
 class _Constant:
-    """A worker's description in the form in which views have it."""
+    """A worker's description in the order in which views have it."""
 
-    __slots__ = ("fields", "geometry", "info")
+    __slots__ = ("abilities", "first", "geometry", "info", "last", "sizes")
 
     def __init__(self, name: str, info: WorkerInfo) -> None:
         self.info, self.geometry = info, geometry_of(info)
-        self.fields: dict[str, Any] = {
-            "name": name,
-            "role": info.role,
-            "roles": info.capabilities.roles,
-            "revision": info.revision,
-            "layout": info.layout,
-            "total_blocks": info.total_blocks,
-            "block_tokens": info.block_tokens,
-            "max_context_tokens": info.max_context_tokens,
-            "grammar": info.capabilities.grammar,
-            "logprobs": info.capabilities.logprobs,
-            "transports": info.capabilities.transports,
-            "node": info.node,
-            "max_running": info.max_running,
-            "fetches": info.capabilities.fetch_source,
-            "reads_pools": info.capabilities.fetch_source,
-            "streams": streams_of(info),
-        }
+        able = info.capabilities
+        self.first = name, info.role, able.roles, info.revision, info.layout
+        self.sizes = info.total_blocks, info.block_tokens, info.max_context_tokens
+        self.abilities = able.grammar, able.logprobs, able.transports
+        self.last = able.fetch_source, able.fetch_source, streams_of(info)
 
 
 def _view(
@@ -345,27 +340,31 @@ def _view(
     cached: Mapping[str, int],
     pooled: Mapping[str, int],
     facts: Callable[[WorkerInfo, Load], Facts],
-    *,
     checkpoints: tuple[int, ...] | None,
 ) -> WorkerView:
-    more, name = facts(info, load), member.name
-    return WorkerView(
-        **member.constant.fields,
-        ready=member.ready,
-        draining=load.draining or member.left_s is not None,
-        certain=load.certain,
-        waiting=load.waiting,
-        running=load.running,
-        queued_tokens=load.queued_tokens,
-        free_blocks=load.free_blocks,
-        cached_tokens=cached.get(name, 0),
-        pool_tokens=pooled.get(name, 0),
-        kind=more.kind,
-        age_s=more.age_s,
-        releases=more.releases,
-        line=more.line,
-        utilisation=more.utilisation,
-        unused_blocks=more.unused_blocks,
-        space_price_s=more.space_price_s,
-        checkpoints=checkpoints,
+    constant = member.constant
+    kind, age_s, utilisation, unused, price_s, releases, line = facts(info, load)
+    waiting, running, queued, free, _, certain, draining, _, _ = load
+    name = info.name
+    return WorkerView(  # by position: names take twice as long, for every worker of every decision
+        *constant.first,
+        member.ready,
+        draining or member.left_s is not None,
+        certain,
+        *(waiting, running, queued, free),
+        *constant.sizes,
+        *constant.abilities,
+        cached.get(name, 0),
+        pooled.get(name, 0),
+        kind,
+        info.node,
+        age_s,
+        info.max_running,
+        releases,
+        line,
+        utilisation,
+        unused,
+        price_s,
+        checkpoints,
+        *constant.last,
     )

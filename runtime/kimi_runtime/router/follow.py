@@ -107,13 +107,16 @@ class Feeds:
         runs = {geometry: self._index.prefix_runs(run) for geometry, run in keys.items()}
         own: dict[str, int] = {}
         pooled: dict[str, int] = {}
+        last, held, size, pools = None, dict[str, int](), 0, self._pools
         for worker, geometry in geometries.items():
-            held, size, node = runs[geometry], geometry.block_tokens, nodes.get(worker, "")
+            if geometry is not last:  # hashing it takes longer than all the rest
+                last, held, size = geometry, runs[geometry], geometry.block_tokens
             own[worker] = held.get(worker, 0) * size
+            node = nodes.get(worker, "")
             if node:
-                in_pool = held.get(node, 0) if node in self._pools else 0
+                in_pool = held.get(node, 0) if node in pools else 0
             else:
-                in_pool = max((held.get(pool, 0) for pool in self._pools), default=0)
+                in_pool = max((held.get(pool, 0) for pool in pools), default=0)
             pooled[worker] = in_pool * size
         states = self._checkpoints(geometries, keys, pieces or {})
         sources: tuple[KvSource, ...] = ()
@@ -129,7 +132,7 @@ class Feeds:
             )
         own_states = {
             worker: states[geometry].get(worker, ())
-            for worker, geometry in geometries.items()
+            for worker, geometry in (geometries.items() if states else ())
             if geometry in states
         }
         return Found(own, pooled, sources, own_states)

@@ -95,7 +95,7 @@ class Ledger:
         newest = report.last_request.get(self._router)
         if newest is not None:
             state.seen = max(state.seen, state.orders.get(newest, 0))
-        state.load = None
+        self._load(state, report)  # now, and not when somebody decides
         return True
 
     def lost(self, worker: str) -> None:
@@ -134,26 +134,27 @@ class Ledger:
 
     def loads(self, workers: Iterable[str], *, now_s: float) -> dict[str, Load]:
         """The load of each worker; uncertain ones by the average of the others."""
-        names = list(workers)
-        known = {name: load for name in names if (load := self._known(name, now_s)) is not None}
-        certain = list(known.values())
+        states, stale_s = self._workers, self._stale_after_s
+        loads: dict[str, Load] = {}
+        unknown = []
+        for name in workers:
+            state = states.get(name)
+            if state is None or state.report is None or now_s - state.reported_at_s > stale_s:
+                unknown.append(name)
+            else:
+                loads[name] = state.load or self._load(state, state.report)
+        if not unknown:
+            return loads
+        certain = list(loads.values())
         count = max(len(certain), 1)
         requests = sum(load.waiting + load.running for load in certain) // count
         running = sum(load.running for load in certain) // count
         queued = sum(load.queued_tokens for load in certain) // count
-        return {
-            name: known.get(name)
-            or self._guess(name, requests=requests, running=running, queued=queued)
-            for name in names
-        }
+        for name in unknown:
+            loads[name] = self._guess(name, requests=requests, running=running, queued=queued)
+        return loads
 
-    def _known(self, name: str, now_s: float) -> Load | None:
-        state = self._state(name)
-        report = state.report
-        if report is None or now_s - state.reported_at_s > self._stale_after_s:
-            return None
-        if state.load is not None:
-            return state.load
+    def _load(self, state: _Worker, report: LoadReport) -> Load:
         waiting, running, entries = report.waiting, report.running, state.entries
         requests = max(waiting + running - report.in_flight.get(self._router, 0), 0) + len(entries)
         queued, seen = report.queued_tokens, state.seen
@@ -161,18 +162,18 @@ class Ledger:
         if fresh:
             queued += _open_tokens(fresh)
         running = min(running, requests)
-        state.load = Load(
-            waiting=requests - running,
-            running=running,
-            queued_tokens=queued,
-            free_blocks=report.free_blocks,
-            total_blocks=report.total_blocks,
-            certain=True,
-            draining=report.draining,
-            short_blocks=report.short_blocks,
-            unreported=len(fresh),
+        state.load = load = Load(
+            requests - running,
+            running,
+            queued,
+            report.free_blocks,
+            report.total_blocks,
+            True,
+            report.draining,
+            report.short_blocks,
+            len(fresh),
         )
-        return state.load
+        return load
 
     def _guess(self, name: str, *, requests: int, running: int, queued: int) -> Load:
         state = self._state(name)

@@ -74,7 +74,10 @@ class Reports:
     def seen(self, worker: str, *, now_s: float) -> tuple[float | None, float | None]:
         """`age_s` and `utilisation`."""
         known = self._workers.get(worker)
-        return (None, None) if known is None else (max(now_s - known.at_s, 0.0), known.share)
+        if known is None:
+            return None, None
+        age_s = now_s - known.at_s
+        return (age_s if age_s > 0 else 0.0), known.share
 
     def utilisation(self, worker: str) -> float | None:
         """Share of its time that prefill takes; None before enough is known."""

@@ -102,8 +102,9 @@ class Index:
     def held(self, owner: str) -> int | None:
         """`keys` of an owner whose entries are exact; None for others."""
         follower = self._followers.get(owner)
-        exact = follower is not None and follower.state is FollowState.EXACT
-        return self._table.count(self._keys[owner].number) if exact else None
+        if follower is None or follower.state is not FollowState.EXACT:
+            return None
+        return self._table.count(self._keys[owner].number)
 
     def resume_point(self, owner: str) -> tuple[int | None, int]:
         """`(epoch, after)` to ask the owner's feed for."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kimi_runtime.router.cost.decode import DecodeLeg
-from kimi_runtime.router.cost.order import rendezvous
+from kimi_runtime.router.cost.order import Rendezvous
 from kimi_runtime.router.cost.prefill import PrefillLeg
 from kimi_runtime.router.cost.prices import Context
 from kimi_runtime.router.cost.terms import Candidate, Terms
@@ -55,6 +55,7 @@ class Joiner:
         self.best_end_s = math.inf
         """No plan that costs this much or more can be better."""
         self._names: dict[str, int] = {}
+        self._rendezvous = Rendezvous(context.request.session)
         request, prices = context.request, context.prices
         quantile = prices.quantile(request.urgency)
         self.z = {mode: context.models.z(mode, quantile) for mode in Mode}
@@ -75,7 +76,9 @@ class Joiner:
             return False
         static = self._static(decode, prefill)
         step += static[0]
-        return step > key.step or (step == key.step and static > key[1:5])
+        if step != key.step or static != key[1:4]:
+            return (step, *static) > key[:4]
+        return self._pair_names(decode, prefill) > key.names
 
     def whole(self, leg: PrefillLeg, decode: DecodeLeg) -> None:
         """One worker does it all."""
@@ -167,29 +170,31 @@ class Joiner:
         self.priced.append(candidate)
         static = self._static(decode.worker, prefill)
         step = self.context.prices.grid.step(cost_s) + static[0]
-        key = Key(step, *static, -leg.resumed_tokens)
+        if self.best is not None and (step, *static) > self.best.key[:4]:
+            return  # whatever the names
+        key = Key(step, *static, self._pair_names(decode.worker, prefill), -leg.resumed_tokens)
         if self.best is None or key < self.best.key:
             self.best = Joined(key, candidate, leg.fetch, hand_off, leg.work_s)
             self.best_end_s = self.context.prices.grid.end(step)
 
     def _static(
         self, decode: WorkerView, prefill: WorkerView | None = None
-    ) -> tuple[bool, bool, int, tuple[int, int]]:
-        """The part of a plan's key that is known before its price."""
+    ) -> tuple[bool, bool, int]:
+        """The part of a plan's key that is known before its price, up to the names."""
         uncertain = not decode.certain or decode.age_s > 0
         load = decode.running + decode.waiting
-        name = self.name(decode)
         if prefill is None:
-            return self.context.leaves_owner(decode.name), uncertain, load, (0, name)
+            return self.context.leaves_owner(decode.name), uncertain, load
         uncertain = uncertain or not prefill.certain or prefill.age_s > 0
         load += prefill.running + prefill.waiting
-        leaves = self.context.leaves_owner(decode.name, prefill.name)
-        return leaves, uncertain, load, (self.name(prefill), name)
+        return self.context.leaves_owner(decode.name, prefill.name), uncertain, load
+
+    def _pair_names(self, decode: WorkerView, prefill: WorkerView | None) -> tuple[int, int]:
+        return (0 if prefill is None else self.name(prefill)), self.name(decode)
 
     def name(self, worker: WorkerView) -> int:
         """The worker's place in the session's rendezvous order."""
         known = self._names.get(worker.name)
         if known is None:
-            known = rendezvous(self.context.request.session, worker.name)
-            self._names[worker.name] = known
+            known = self._names[worker.name] = self._rendezvous(worker.name)
         return known

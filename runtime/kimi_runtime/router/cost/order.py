@@ -37,7 +37,16 @@ class Grid:
         return self.knee_s * above
 
 
-def rendezvous(session: bytes, name: str) -> int:
+class Rendezvous:
     """Orders names differently for each session, and evenly over sessions."""
-    digest = hashlib.blake2b(name.encode(), key=session[:64], digest_size=8).digest()
-    return int.from_bytes(digest, "big")
+
+    __slots__ = ("_keyed",)
+
+    def __init__(self, session: bytes) -> None:
+        self._keyed = hashlib.blake2b(key=session[:64], digest_size=8)
+
+    def __call__(self, name: str) -> int:
+        """The name's place in the session's order."""
+        keyed = self._keyed.copy()  # the key is taken in once for all names
+        keyed.update(name.encode())
+        return int.from_bytes(keyed.digest(), "big")
