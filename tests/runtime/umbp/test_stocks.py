@@ -428,6 +428,39 @@ async def test_a_frozen_daemon_costs_a_put_its_stock_and_no_more_than_its_deadli
         other.close()
 
 
+WRITER = """
+import sys
+from kimi_connect.client import ArenaClient
+client = ArenaClient(sys.argv[1], sys.argv[2].encode())
+blocks = [memoryview(bytes([n]) * 100_000) for n in range(4)]
+assert client.store([bytes([n] * 16) for n in range(4)], blocks, deadline_s=20) == 4
+client.held([bytes(16)])
+stock = client._daemon._connection.stock
+(place,) = stock.take(("default", 100_000), 1)
+place.parts[0][:10] = b"half of it"
+print(place.generation, flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_client_killed_while_it_writes_to_its_stock_leaves_no_page_lost(tmp_path):
+    async with running(pool_spec(tmp_path, dram_bytes="4MiB", reservation_ttl=0.2)) as daemon:
+        pool = daemon.clients.pool
+        writer = await of(start_python, WRITER, str(daemon.spec.socket), CALL_KEY.decode())
+        try:
+            generation = int(await of(writer.stdout.readline))
+            await until(lambda: pool.stocks == 1)  # the others have lapsed: nobody claims them
+            assert pool.revoke() == 0
+            assert pool._reservations.owned(generation, *pool._reservations._pages_of)
+        finally:
+            writer.kill()
+            await of(writer.communicate)
+        await until(lambda: pool.stocks == 0)
+        used = sum(block.pages for block in pool.blocks())
+        await until(lambda: pool.free_pages + used == pool.total_pages)
+        pool.check_integrity()
+
+
 @pytest.mark.parametrize("end", ["the daemon's", "the client's"])
 async def test_whoever_ends_with_a_stock_about_leaves_no_page_lost(tmp_path, monkeypatch, end):
     monkeypatch.setattr(small_puts, "SMALL_PUT_BYTES", 0)
