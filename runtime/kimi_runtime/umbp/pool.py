@@ -35,6 +35,9 @@ from kimi_runtime.umbp.tenants import Account, Accounts
 
 __all__ = ["DEFAULT_TENANT", "Pool"]
 
+MOST_STOCKED = 1024
+"""Blocks in all stocks: a part of the reservations that a small arena has notes for."""
+
 
 @dataclass(slots=True)
 class Pool:
@@ -275,18 +278,21 @@ class Pool:
     ) -> list[Granted]:
         """Pages for up to `count` blocks of `size` bytes whose keys come with `keep`.
 
-        Nothing is evicted for a stock, half of what is free is left to others, and it is taken
-        back, unless claimed, before anything is evicted or refused for want of pages or quota; at
-        the latest when it was not used for `reservation_ttl_s`.
+        Nothing is evicted or scattered for a stock, half of what is free is left to others, and it
+        is taken back, unless claimed, before anything is evicted or refused for want of pages,
+        quota or notes in the journal; at the latest when it was not used for `reservation_ttl_s`.
         """
         account, pages = self.accounts.of(tenant), -(-size // self.page_bytes)
         spare = self._pages.free // 2
         if account.terms.quota_pages is not None:
             spare = min(spare, account.terms.quota_pages - account.used_pages)
         grants: list[Granted] = []
-        for _ in range(min(count, spare // pages)):
+        for _ in range(min(count, spare // pages, MOST_STOCKED - self.stocks)):
             extents = self._pages.take(pages)
             assert extents is not None
+            if len(extents) > 1:
+                self._pages.give_back(extents)
+                break
             what = (b"", size, extents, writer, now_s + self.reservation_ttl_s)
             granted = self._reserve(*what, account=account, priority=Priority.NORMAL, stock=True)
             if granted is None:

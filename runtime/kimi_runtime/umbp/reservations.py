@@ -60,8 +60,14 @@ class Reservations:
         return {one.writer for one in self._open.values() if one.quarantined}
 
     def add(self, reservation: Reservation) -> bool:
-        """Hold its pages; False, and they are given back, if the journal has no room for it."""
-        if not self.journal.reserved(reservation):
+        """Hold its pages; False, and they are given back, if the journal has no room for it.
+
+        Stocks are taken back for that room, too.
+        """
+        noted = self.journal.reserved(reservation)
+        if not noted and not reservation.stock and self.revoke():
+            noted = self.journal.reserved(reservation)
+        if not noted:
             self.give_back(reservation.extents)
             return False
         self._hold(reservation)

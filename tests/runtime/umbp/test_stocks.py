@@ -12,6 +12,7 @@ from kimi_connect.wire import Commitment, Grant, GroupTag, Op, Outcome, Priority
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.feed import FeedLog
+from kimi_runtime.umbp.journal import NoJournal
 from kimi_runtime.umbp.link import open_link
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.tags import block_tags, leaves
@@ -130,6 +131,40 @@ def test_a_stock_counts_for_its_tenant_s_quota_and_goes_before_a_block_of_the_te
     assert len(stock(pool, 9, tenant="other")) == 3
     (granted,) = pool.reserve([(key(2), PAGE)], **ask)
     assert (granted.grant, pool.stocks) == (Grant.RESERVED, 3)
+    pool.check_integrity()
+
+
+class Notes(NoJournal):
+    """A journal with room for so many reservations."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def reserved(self, reservation):
+        if not self.room:
+            return False
+        self.room -= 1
+        return True
+
+    def ended(self, generation):
+        self.room += 1
+
+
+def test_a_stock_makes_room_for_the_notes_of_a_put():
+    pool = new_pool(Claims(), journal=Notes(3))
+    assert len(stock(pool, 9)) == 3
+    assert put(pool, 1) == [Grant.RESERVED]
+    assert (pool.held([key(1)]), pool.stocks) == (1, 0)
+    pool.check_integrity()
+
+
+def test_a_stock_lies_in_one_piece():
+    pool = new_pool(Claims(), pages=8)
+    put(pool, *range(8))
+    for n in range(0, 8, 2):
+        pool.forget([key(n)])
+    assert (pool.free_pages, pool.stock(1, 2 * PAGE, writer=A, now_s=0.0)) == (4, [])
+    assert len(stock(pool, 9)) == 2
     pool.check_integrity()
 
 
