@@ -5,7 +5,7 @@ can be the best: what is left out provably is not chosen.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -20,6 +20,9 @@ from kimi_runtime.router.plan import Mode
 from kimi_runtime.router.view import KvSource, WorkerView
 
 L = TypeVar("L")
+
+_Left = tuple[float, WorkerView, Found]
+"""A prefill worker in a search: its floor, and whom it can read from."""
 
 FEW_WORKERS = 12
 """Up to here it is sooner done to seat every worker than to begin with arrays of them."""
@@ -91,14 +94,14 @@ class Search:
                 self.left_out += 1
                 return
             alone = {id(leg) for leg in self._without_twins(group, self._prefill_twin)}
+            on_node = self._without_twin_nodes(group, near)
             for leg in group:
-                self._with(leg, near.get(leg[1].node, ()), near=True)
+                if id(leg) in on_node:
+                    self._with(leg, near.get(leg[1].node, ()), near=True)
                 if id(leg) in alone:
                     self._with(leg, apart, near=False)
 
-    def _by_floor(
-        self, workers: Iterable[WorkerView], *, whole: bool
-    ) -> list[tuple[float, WorkerView, Found]]:
+    def _by_floor(self, workers: Iterable[WorkerView], *, whole: bool) -> list[_Left]:
         """Workers with the floors under their costs, lowest first, and whom each can read from."""
         listed = list(workers)
         if not listed:
@@ -125,9 +128,7 @@ class Search:
             made.append(((1 - ROUNDING) * floor_s, (1 - ROUNDING) * one.size, worker))
         return made
 
-    def _prefill_twin(
-        self, leg: tuple[float, WorkerView, Found]
-    ) -> tuple[WorkerView, tuple[object, ...]]:
+    def _prefill_twin(self, leg: _Left) -> tuple[WorkerView, tuple[object, ...]]:
         """Equal for prefill workers that cost the same with any decode worker elsewhere."""
         _, worker, found = leg
         models = self.context.models
@@ -208,9 +209,42 @@ class Search:
             first += [min(elsewhere, key=_first)[2]] if elsewhere else []
         return first
 
-    def _with(
-        self, leg: tuple[float, WorkerView, Found], decodes: Iterable[_Right], *, near: bool
-    ) -> None:
+    def _without_twin_nodes(
+        self, legs: Sequence[_Left], near: Mapping[str, Sequence[_Right]]
+    ) -> set[int]:
+        """Which legs (`id`) to pair with who decodes on their node: of nodes with one pair each
+        that costs the same, the one that wins by name.
+        """
+        if len(legs) == 1 or self._exhaustive:
+            return {id(leg) for leg in legs}
+        kept: dict[object, tuple[tuple[int, int], _Left]] = {}
+        for leg in legs:
+            worker, alike = self._prefill_twin(leg)
+            rights = near.get(worker.node, ())
+            if len(rights) != 1:
+                kept[id(leg)] = (0, 0), leg
+                continue
+            other, alike_other = self._decode_twin(rights[0])
+            pair = (*self._on_their_own(worker, "peer"), *self._on_their_own(other, "peer"))
+            twin = (pair, rights[0].floor_s, alike, alike_other)
+            names = self.joiner.name(worker), self.joiner.name(other)
+            known = kept.get(twin)
+            if known is None or names < known[0]:
+                kept[twin] = names, leg
+        self.left_out += len(legs) - len(kept)
+        return {id(leg) for _, leg in kept.values()}
+
+    def _on_their_own(self, worker: WorkerView, *kinds: str) -> tuple[object, ...]:
+        """Equal for workers whose links of these kinds are as fast. Who has something on one of
+        them, or owns the session, is like nobody.
+        """
+        links = [f"{worker.name}/{kind}" for kind in kinds]
+        if worker.name in self.context.request.owners or any(map(self.context.flows.busy, links)):
+            return (worker.name,)
+        rates, now_s = self.context.models.links, self.context.now_s
+        return tuple([rates.of(link, now_s=now_s) for link in links])
+
+    def _with(self, leg: _Left, decodes: Iterable[_Right], *, near: bool) -> None:
         """All pairs of one prefill worker that can be the best: on its node, or elsewhere."""
         floor_s, worker, found = leg
         made = None

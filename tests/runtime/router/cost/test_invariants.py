@@ -102,6 +102,37 @@ def test_the_search_finds_what_pricing_everything_finds(request_view, workers):
     assert found.explanation.chosen == best.explanation.chosen
 
 
+even_nodes = st.lists(
+    st.tuples(
+        st.sampled_from([(Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.PREFILL, Role.DECODE)]),
+        st.sampled_from([{}, {}, {"running": 4, "free_blocks": 12_000}]),
+    ),
+    min_size=2,
+    max_size=6,
+)
+"""Of each node who it has, and how busy they are: many pairs cost the same."""
+
+
+def nodes_of(drawn):
+    return [
+        worker(f"w{node}{place}", node=f"n{node}", role=role, roles=(role,), **load)
+        for node, (roles, load) in enumerate(drawn)
+        for place, role in enumerate(roles)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_turn, even_nodes, st.lists(st.sampled_from(["in", "out", "peer"]), max_size=2))
+def test_of_nodes_that_cost_the_same_the_one_is_found_that_wins_by_name(request_view, drawn, busy):
+    planner, workers = CostPolicy(SPEC).planner, nodes_of(drawn)
+    for number, kind in enumerate(busy):
+        planner.plan(request_view, workers, now_s=0.0, exhaustive=True)  # the links are known now
+        planner.flows.start(f"flow {number}", (f"w{number}0/{kind}",), 5e9, now_s=0.0)
+    found = planner.plan(request_view, workers, now_s=0.0)
+    best = planner.plan(request_view, workers, now_s=0.0, exhaustive=True)
+    assert found.explanation.chosen == best.explanation.chosen
+
+
 @settings(max_examples=60, deadline=None)
 @given(any_turn, fleets())
 def test_leaving_out_a_plan_that_was_not_chosen_changes_nothing(request_view, workers):
