@@ -131,15 +131,21 @@ class Search:
     def _prefill_twin(self, leg: _Left) -> tuple[WorkerView, tuple[object, ...]]:
         """Equal for prefill workers that cost the same with any decode worker elsewhere."""
         _, worker, found = leg
-        models = self.context.models
+        context, models = self.context, self.context.models
         where = worker.node if found else ""  # what is read comes over other links
         named = worker.name if any(source.name == worker.name for _, source in found) else ""
-        learned = (models.queues.factor(worker.name), models.hits.ratio(worker.name, "hbm"))
-        return worker, (where, named, id(found), *learned, *self._alike(worker))
+        tiers = ("hbm", *(source.tier for _, source in found))
+        learned = tuple([models.hits.ratio(worker.name, tier) for tier in tiers])
+        reads = [link for _, source in found for link in context.routes.to_worker(source, worker)]
+        own = [link for link in reads if link.startswith(f"{worker.name}/")]
+        links = self._own_links(worker, (*own, *context.routes.outbound(worker)))
+        queue = models.queues.factor(worker.name)
+        return worker, (where, named, id(found), learned, links, *queue, *self._alike(worker))
 
     def _decode_twin(self, one: _Right) -> tuple[WorkerView, tuple[object, ...]]:
         """Equal for decode workers that cost the same with any prefill worker elsewhere."""
-        return one.worker, self._alike(one.worker)
+        links = self._own_links(one.worker, self.context.routes.inbound(one.worker))
+        return one.worker, (links, *self._alike(one.worker))
 
     def _alike(self, one: WorkerView) -> tuple[object, ...]:
         return (
@@ -196,10 +202,7 @@ class Search:
         kept: dict[tuple[object, ...], list[tuple[int, str, L]]] = {}
         for leg in legs:
             worker, alike = of(leg)
-            links = (f"{worker.name}/in", f"{worker.name}/out")
-            busy = any(self.context.flows.busy(link) for link in links)
-            unlike = worker.name if busy or worker.name in self.context.request.owners else ""
-            twins = kept.setdefault((unlike, *alike), [])
+            twins = kept.setdefault(alike, [])
             twins.append((self.joiner.name(worker), worker.node, leg))
         first: list[L] = []
         for twins in kept.values():
@@ -225,8 +228,9 @@ class Search:
                 kept[id(leg)] = (0, 0), leg
                 continue
             other, alike_other = self._decode_twin(rights[0])
-            pair = (*self._on_their_own(worker, "peer"), *self._on_their_own(other, "peer"))
-            twin = (pair, rights[0].floor_s, alike, alike_other)
+            out, into = self.context.routes.between(worker, other)
+            links = self._own_links(worker, (out,)), self._own_links(other, (into,))
+            twin = (links, rights[0].floor_s, alike, alike_other)
             names = self.joiner.name(worker), self.joiner.name(other)
             known = kept.get(twin)
             if known is None or names < known[0]:
@@ -234,11 +238,10 @@ class Search:
         self.left_out += len(legs) - len(kept)
         return {id(leg) for _, leg in kept.values()}
 
-    def _on_their_own(self, worker: WorkerView, *kinds: str) -> tuple[object, ...]:
-        """Equal for workers whose links of these kinds are as fast. Who has something on one of
-        them, or owns the session, is like nobody.
+    def _own_links(self, worker: WorkerView, links: Iterable[str]) -> tuple[object, ...]:
+        """Equal for workers whose own links are as fast, as far as anybody knows. Who has something
+        on one of them, or owns the session, is like nobody.
         """
-        links = [f"{worker.name}/{kind}" for kind in kinds]
         if worker.name in self.context.request.owners or any(map(self.context.flows.busy, links)):
             return (worker.name,)
         rates, now_s = self.context.models.links, self.context.now_s

@@ -282,3 +282,63 @@ def test_a_transfer_that_would_slow_many_others_is_not_worth_a_little_time():
         for number in range(80):
             planner.flows.start(str(number), planner.routes.to_worker(POOL, far), 3e11, now_s=0.0)
         assert planner.plan(turn(sources=(POOL,)), [far], now_s=0.0).plan.mode is mode
+
+
+HALVES = (
+    {"role": Role.PREFILL, "roles": (Role.PREFILL,)},
+    {"role": Role.DECODE, "roles": (Role.DECODE,)},
+)
+SESSIONS = [number.to_bytes(2, "big") for number in range(12)]
+
+
+def slowed(workers, link, **fields):
+    """A planner that has seen transfers over a link take twenty times as long as they should."""
+    planner = CostPolicy(SPEC).planner
+    decide(workers, planner, **fields)  # the links are known from now on
+    size = 2_500_000_000
+    for _ in range(40):
+        planner.models.links.observe(link, size, size / 2.5e9, sharing=1.0, now_s=0.0)
+    return planner
+
+
+def test_of_two_equal_decode_workers_the_one_behind_the_faster_link_is_chosen():
+    prefill, decode = HALVES
+    workers = [worker("p", node="n0", **prefill)]
+    workers += [worker(f"d{number}", node=f"n{number}", **decode) for number in (1, 2, 3)]
+    planner = slowed(workers, "d1/in")
+    for session in SESSIONS:
+        assert decide(workers, planner, session=session).plan.decode != "d1"
+
+
+def test_of_two_equal_prefill_workers_the_one_behind_the_faster_link_is_chosen():
+    prefill, decode = HALVES
+    workers = [worker(f"p{number}", node=f"n{number}", **prefill) for number in (1, 2, 3)]
+    workers += [worker("d", node="n0", **decode)]
+    planner = slowed(workers, "p1/out")
+    for session in SESSIONS:
+        assert decide(workers, planner, session=session).plan.prefill != "p1"
+
+
+@pytest.mark.parametrize(("kind", "node"), [("host", "n1"), ("in", "n5")])
+def test_of_two_workers_of_a_node_the_one_that_reads_faster_prefills(kind, node):
+    prefill, decode = HALVES
+    workers = [worker(name, node="n1", **prefill) for name in ("p1", "p2")]
+    workers += [worker("d", node="n0", **decode)]
+    pool = KvSource("pool", node, "dram", 70_400)
+    planner = slowed(workers, f"p1/{kind}", sources=(pool,))
+    for session in SESSIONS:
+        plan = decide(workers, planner, session=session, sources=(pool,)).plan
+        assert plan.prefill == "p2"
+
+
+def test_a_worker_that_reads_already_is_no_twin_of_one_that_does_not():
+    prefill, decode = HALVES
+    workers = [worker(name, node="n1", **prefill) for name in ("p1", "p2")]
+    workers += [worker("d", node="n0", **decode)]
+    pool = KvSource("pool", "n1", "dram", 70_400)
+    planner = CostPolicy(SPEC).planner
+    decide(workers, planner, sources=(pool,))
+    for number in range(20):
+        planner.flows.start(f"read {number}", ("p1/host",), 5e9, now_s=0.0)
+    for session in SESSIONS:
+        assert decide(workers, planner, session=session, sources=(pool,)).plan.prefill == "p2"

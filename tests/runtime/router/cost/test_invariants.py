@@ -121,13 +121,22 @@ def nodes_of(drawn):
     ]
 
 
-@settings(max_examples=100, deadline=None)
-@given(any_turn, even_nodes, st.lists(st.sampled_from(["in", "out", "peer"]), max_size=2))
-def test_of_nodes_that_cost_the_same_the_one_is_found_that_wins_by_name(request_view, drawn, busy):
+some_links = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["in", "out", "peer", "host"])), max_size=2
+).map(lambda drawn: [f"w{node}0/{kind}" for node, kind in drawn])
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_turn, even_nodes, some_links, some_links)
+def test_of_nodes_that_cost_the_same_the_one_is_found_that_wins_by_name(
+    request_view, drawn, busy, slow
+):
     planner, workers = CostPolicy(SPEC).planner, nodes_of(drawn)
-    for number, kind in enumerate(busy):
-        planner.plan(request_view, workers, now_s=0.0, exhaustive=True)  # the links are known now
-        planner.flows.start(f"flow {number}", (f"w{number}0/{kind}",), 5e9, now_s=0.0)
+    planner.plan(request_view, workers, now_s=0.0, exhaustive=True)  # the links are known now
+    for number, link in enumerate(busy):
+        planner.flows.start(f"flow {number}", (link,), 5e9, now_s=0.0)
+    for link in slow * 20:
+        planner.models.links.observe(link, 2_500_000_000, 1.0, sharing=1.0, now_s=0.0)
     found = planner.plan(request_view, workers, now_s=0.0)
     best = planner.plan(request_view, workers, now_s=0.0, exhaustive=True)
     assert found.explanation.chosen == best.explanation.chosen
