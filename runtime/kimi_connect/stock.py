@@ -35,10 +35,6 @@ class Stock:
         self._returned: list[int] = []
         self._again_s = 0.0
 
-    def awaits(self, kind: Kind) -> bool:
-        """Whether a wish of this kind was sent and is not answered."""
-        return self._asked.get(kind, 0) > 0
-
     def has(self, kind: Kind, count: int) -> bool:
         """Whether there is a stock for so many blocks."""
         return len(self._kinds.get(kind, ())) >= count

@@ -64,29 +64,18 @@ class _IntoStock:
         self._connection, self._batches = connection, batches
         self._tenant, self._priority, self._blocks = tenant, priority, blocks
 
-    def put(
-        self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        ends_s: float,
-        *,
-        wait: bool,
-    ) -> int:
-        """How many leading blocks lie in the stock, or were there before, when this ends.
-
-        `wait` for the answer to a wish, where there is one.
-        """
+    def put(self, keys: Sequence[bytes], views: Sequence[memoryview], ends_s: float) -> int:
+        """How many leading blocks lie in the stock, or were there before, when this ends."""
         done = 0
         while done < len(keys):
             kind = (self._tenant, views[done].nbytes)
+            if not self._connection.stock.has(kind, len(keys) - done):
+                self._connection.hear_what_came()
             part = self._part(keys, views, done, ends_s)
-            if part:
-                self._tell(part, kind)
-                done += len(part)
-            elif wait and self._connection.stock.awaits(kind) and now_s() < ends_s:
-                self._connection.hear(ends_s)
-            else:
+            if not part:
                 break
+            self._tell(part, kind)
+            done += len(part)
         return done
 
     def ask(self, connection: Connection, size: int) -> None:
@@ -153,10 +142,8 @@ class Storing:
         views = [flat(block) for block in blocks]
         small = sum(view.nbytes for view in views) <= small_puts.SMALL_PUT_BYTES
         with self._daemon.using(ends_s) as connection:
-            if not connection.stock.has((tenant, views[0].nbytes), len(keys)):
-                connection.hear_what_came()
             into = _IntoStock(connection, self._batches, tenant, priority, len(keys))
-            done = into.put(keys, views, ends_s, wait=not small)
+            done = into.put(keys, views, ends_s)
         if done == len(keys):
             return Stored(done, done, done if into.told < 2 else 0)
         rest = slice(done, len(keys))
