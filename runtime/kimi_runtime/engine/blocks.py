@@ -94,16 +94,26 @@ class KvBlocks:
         Returns the block to use from now on: `block` itself, or the one that already held the
         same content, in which case the reference moves there and `block` is freed.
         """
-        assert self._references[block] > 0, f"block {block} is sealed without a reference"
-        assert self._key_of[block] is None, f"block {block} is sealed twice"
-        known = self._block_of.get(key)
-        if known is not None:
-            self.reference([known])
-            self.release([block])
-            return known
-        self._key_of[block], self._block_of[key] = key, block
-        self._feed.add([key])
-        return block
+        return self.seal_run((block,), (key,))[0]
+
+    def seal_run(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """`seal` of several, one after the other."""
+        block_of, key_of, references = self._block_of, self._key_of, self._references
+        sealed, fresh = [], []
+        for block, key in zip(blocks, keys, strict=True):
+            assert references[block] > 0, f"block {block} is sealed without a reference"
+            assert key_of[block] is None, f"block {block} is sealed twice"
+            known = block_of.get(key)
+            if known is None:
+                known = block_of[key] = block
+                key_of[block] = key
+                fresh.append(key)
+            else:
+                self.reference([known])
+                self.release([block])
+            sealed.append(known)
+        self._feed.add(fresh)
+        return sealed
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference to each block; keyed blocks stay cached.

@@ -264,12 +264,12 @@ class Scheduler:
         end = start + count
         draft.add(
             Row(
-                request=request.number,
-                start=start,
-                ids=(request.tokens[start],) if count == 1 else tuple(request.tokens[start:end]),
-                blocks=_front(request.blocks, self._blocks_for(end)) if self._tables else (),
-                sample=request.samples and end == known,
-                keep_state=policy is not None and policy.wanted(end, known, request.refused),
+                request.number,
+                start,
+                (request.tokens[start],) if count == 1 else tuple(request.tokens[start:end]),
+                _front(request.blocks, self._blocks_for(end)) if self._tables else (),
+                request.samples and end == known,
+                policy is not None and policy.wanted(end, known, request.refused),
             )
         )
 

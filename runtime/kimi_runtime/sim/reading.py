@@ -209,14 +209,15 @@ class Reader:
         reserved, work.blocks = work.blocks, []
         work.read = work.transfer = work.deadline = None
         request, keys = work.request, work.request.reusable_keys
+        first = len(request.blocks)
+        shared = keys[first : first + len(reserved)]
+        sealed = self._blocks.seal_run(reserved[: len(shared)], shared)
+        request.blocks += [*sealed, *reserved[len(shared) :]]
+        request.fetched.update(dict.fromkeys(range(first, len(request.blocks)), read.source))
         brought = []
-        for block in reserved:
-            index = len(request.blocks)
-            shared = index < len(keys)
-            request.blocks.append(self._blocks.seal(block, keys[index]) if shared else block)
-            request.fetched[index] = read.source
-            if shared and read.links != (f"{self._name}/host",):
-                brought.append(SealedBlock(keys[index], request.blocks[-1], request.tenant))
+        if read.links != (f"{self._name}/host",):
+            tenant = request.tenant
+            brought = [SealedBlock(*one, tenant) for one in zip(shared, sealed, strict=True)]
         most = len(request.tokens) - request.samples
         request.computed = min(len(request.blocks) * request.chain.block_tokens, most)
         read.release()

@@ -47,32 +47,37 @@ class Idle:
         for key, queue in self._blocks.items():
             yield queue[key]
 
-    def add(self, block: Block) -> None:
-        """A block is unpinned now, and the warmest of its queue."""
-        key, pages = block.key, block.pages
-        queue = self._queue(block)
-        queue[key] = block
-        self._blocks[key] = queue
-        self.pages += pages
-        block.account.idle_pages += pages
+    def add(self, blocks: Iterable[Block]) -> None:
+        """These are unpinned now, each the warmest of its queue."""
+        waiting = self._blocks
+        for block in blocks:
+            key, queue = block.key, self._queue(block)
+            queue[key] = block
+            waiting[key] = queue
+            self.pages += block.pages
+            block.account.idle_pages += block.pages
 
-    def remove(self, key: bytes) -> Block | None:
-        """A block is pinned or gone now; None if it was not here."""
-        queue = self._blocks.pop(key, None)
-        if queue is None:
-            return None
-        block = queue.pop(key)
-        self.pages -= block.pages
-        block.account.idle_pages -= block.pages
-        if not block.account.idle_pages:
-            del self._queues[block.account]
-        return block
+    def remove(self, blocks: Iterable[Block]) -> None:
+        """These are pinned or gone now, if they were here."""
+        waiting = self._blocks
+        for block in blocks:
+            queue = waiting.pop(block.key, None)
+            if queue is None:
+                continue
+            del queue[block.key]
+            account = block.account
+            self.pages -= block.pages
+            account.idle_pages -= block.pages
+            if not account.idle_pages:
+                del self._queues[account]
 
     def warm(self, keys: Iterable[bytes]) -> None:
         """Queue these anew, each warmer than the one before; those that are pinned are left."""
         for key in keys:
-            block = self.remove(key)
-            if block is not None:
+            queue = self._blocks.get(key)
+            if queue is not None:
+                block = (queue[key],)
+                self.remove(block)
                 self.add(block)
 
     def room(self, now_s: float, asking: Account) -> int:

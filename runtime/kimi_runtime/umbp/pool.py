@@ -366,9 +366,8 @@ class Pool:
         self._number += 1
         lease_s = self.pin_lease_s if lease_s is None else lease_s
         pinned = Pinned(self._number, reader, tuple(run), gap, now_s + lease_s)
+        self._idle.remove(run)
         for block in run:
-            if not block.pins:
-                self._idle.remove(block.key)
             block.pins += 1
             block.used_s = _at(now_s, block.used_s)
             block.account.heard(now_s)
@@ -508,7 +507,7 @@ class Pool:
             account.heard(now_s)
             self.accounts.use(account, pages)
             self._blocks[one.key] = block
-            self._idle.add(block)
+            self._idle.add((block,))
             self.counters.adopted += 1
             self.counters.adopted_bytes += one.size
         self.feed.add([one.key for one in kept.blocks])
@@ -624,7 +623,7 @@ class Pool:
         self.journal.published(block)
         self._reservations.became_block(reservation)
         self._blocks[key] = block
-        self._idle.add(block)
+        self._idle.add((block,))
         self.ghosts.forget(key)
         self.feed.add([key])
         self.counters.put += 1
@@ -636,6 +635,7 @@ class Pool:
 
     def _unpin(self, pinned: Pinned) -> None:
         del self._pins[pinned.number]
+        idle = []
         for block in reversed(pinned.blocks):  # the head of the run becomes the warmest
             block.pins -= 1
             if block.pins:
@@ -643,7 +643,8 @@ class Pool:
             if block.gone:
                 self._free(block)
             else:
-                self._idle.add(block)
+                idle.append(block)
+        self._idle.add(idle)
 
     def _drop(self, block: Block) -> None:
         if block.gone:
@@ -660,7 +661,7 @@ class Pool:
         del self._blocks[block.key]
         self.retention.gone(block.key)
         block.gone = True
-        self._idle.remove(block.key)
+        self._idle.remove((block,))
         if not block.pins:
             self._free(block)
 
