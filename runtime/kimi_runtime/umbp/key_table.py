@@ -99,7 +99,7 @@ class KeyTable:
         if len(keys) <= _FEW:
             self._change_few(owner, keys, held=True)
             return
-        names = _different(names_of(list(keys)))
+        names = _different(names_of(keys))
         self._grow(len(names))
         slots = self._bring(names)
         missing = slots < 0
@@ -112,7 +112,7 @@ class KeyTable:
         if len(keys) <= _FEW:
             self._change_few(owner, keys, held=False)
             return
-        names = _different(names_of(list(keys)))
+        names = _different(names_of(keys))
         self._grow(len(names))
         slots = self._bring(names)
         self._change(owner, slots[slots >= 0], held=False)
@@ -144,7 +144,7 @@ class KeyTable:
     def _numbers(self, keys: Sequence[bytes]) -> Array:
         if len(keys) == 1:
             return np.array([self._number_of(keys[0])])
-        names = names_of(list(keys))
+        names = names_of(keys)
         slots = self._slots.find(names)
         numbers = np.where(slots >= 0, self._slots.numbers[slots], 0)
         if self._old is not None:

@@ -4,6 +4,7 @@ A name's home is a bucket; where that is full, the next with room. Nothing is ev
 whose number is 0 stands for nothing and is left behind when everything moves to a new table.
 """
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any
 
@@ -121,7 +122,7 @@ class Slots:
         return ((names * _GOLDEN) >> self._shift).astype(np.int64)
 
 
-def names_of(keys: "list[bytes] | tuple[bytes, ...]") -> Array:
+def names_of(keys: Sequence[bytes]) -> Array:
     """Names [N] of keys of 16 bytes; never 0. Equal names of other keys are one in 2**64."""
     halves = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
     names = halves[:, 0] ^ (halves[:, 1] * _GOLDEN)

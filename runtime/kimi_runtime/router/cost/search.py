@@ -61,14 +61,18 @@ class Search:
 
     def whole(self, workers: Iterable[WorkerView]) -> None:
         """Plans with one worker that does it all."""
-        for floor_s, worker, found in self._by_floor(workers, whole=True):
-            if not self._hopeless(floor_s, worker):
-                seat, decode = self._seated(worker)
-                if not self._hopeless(self._whole_floor_s(seat, found, decode), worker):
-                    for leg in legs(seat, found):
-                        self.joiner.whole(leg, decode)
+        listed = self._by_floor(workers, whole=True)
+        for floor_s, worker, found in listed:
+            if self._hopeless(floor_s, worker):
+                self.left_out += 1
+                continue
+            seat, decode = self._seated(worker)
+            if len(listed) > FEW_WORKERS:  # else the floor was the seat's
+                if self._hopeless(self._whole_floor_s(seat, found, decode), worker):
+                    self.left_out += 1
                     continue
-            self.left_out += 1
+            for leg in legs(seat, found):
+                self.joiner.whole(leg, decode)
 
     def pairs(self, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
         """Plans with a worker for each leg."""
