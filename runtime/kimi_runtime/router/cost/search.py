@@ -57,6 +57,7 @@ class Search:
         self._wholes: dict[str, tuple[Seat, DecodeLeg]] = {}
         self._prefills: dict[str, Seat] = {}
         self._decodings: dict[str, _Decoding] = {}
+        self._prefill_twins: dict[str, tuple[object, ...]] = {}
         self._least_z = min(joiner.z[mode] for mode in (Mode.EXTEND, Mode.FETCH, Mode.SPLIT))
 
     def whole(self, workers: Iterable[WorkerView]) -> None:
@@ -67,10 +68,12 @@ class Search:
                 self.left_out += 1
                 continue
             seat, decode = self._seated(worker)
-            if len(listed) > FEW_WORKERS:  # else the floor was the seat's
-                if self._hopeless(self._whole_floor_s(seat, found, decode), worker):
-                    self.left_out += 1
-                    continue
+            # of few workers the floor was the seat's already
+            if len(listed) > FEW_WORKERS and self._hopeless(
+                self._whole_floor_s(seat, found, decode), worker
+            ):
+                self.left_out += 1
+                continue
             for leg in legs(seat, found):
                 self.joiner.whole(leg, decode)
 
@@ -135,6 +138,9 @@ class Search:
     def _prefill_twin(self, leg: _Left) -> tuple[WorkerView, tuple[object, ...]]:
         """Equal for prefill workers that cost the same with any decode worker elsewhere."""
         _, worker, found = leg
+        known = self._prefill_twins.get(worker.name)
+        if known is not None:
+            return worker, known
         context, models = self.context, self.context.models
         where = worker.node if found else ""  # what is read comes over other links
         named = worker.name if any(source.name == worker.name for _, source in found) else ""
@@ -144,7 +150,9 @@ class Search:
         own = [link for link in reads if link.startswith(f"{worker.name}/")]
         links = self._own_links(worker, (*own, *context.routes.outbound(worker)))
         queue = models.queues.factor(worker.name)
-        return worker, (where, named, id(found), learned, links, *queue, *self._alike(worker))
+        alike = (where, named, id(found), learned, links, *queue, *self._alike(worker))
+        self._prefill_twins[worker.name] = alike
+        return worker, alike
 
     def _decode_twin(self, one: _Right) -> tuple[WorkerView, tuple[object, ...]]:
         """Equal for decode workers that cost the same with any prefill worker elsewhere."""
