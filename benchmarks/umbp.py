@@ -72,6 +72,8 @@ def daemon(folder: Path) -> Iterator[tuple[Path, bytes]]:
         dram_bytes=8 * max(SIZES) * max(BATCHES),
         page_bytes=4096,
         call_key=folder / "key",
+        evict_above=0.9,  # as much room in this small arena as the defaults make in one of 11 GiB
+        evict_to=0.73,
     )
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, spec.model_dump_json()],

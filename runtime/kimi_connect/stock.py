@@ -22,7 +22,7 @@ KINDS = 8
 """Stocks of a client at a time, at most."""
 
 ASK_AGAIN_S = 0.05
-"""After a wish of which nothing was granted."""
+"""After a wish of which nothing was granted, or a stock that was taken back."""
 
 
 class Stock:
@@ -34,6 +34,7 @@ class Stock:
         self._asked: dict[Kind, int] = {}
         self._returned: list[int] = []
         self._again_s = 0.0
+        self._short = False
 
     def has(self, kind: Kind, count: int) -> bool:
         """Whether there is a stock for so many blocks."""
@@ -50,6 +51,7 @@ class Stock:
             return taken
         self.put_back(taken)
         self._discard()
+        self._short = True
         return []
 
     def put_back(self, places: "list[Place]") -> None:
@@ -59,6 +61,8 @@ class Stock:
     def wish(self, kind: Kind, blocks: int, now_s: float) -> Wish:
         """What to ask for, so that there are some puts of `blocks` in stock."""
         size = kind[1]
+        if self._short:
+            self._short, self._again_s = False, now_s + ASK_AGAIN_S
         most = min(STOCK_BLOCKS, STOCK_BYTES // size, PUTS * blocks)
         held = len(self._kinds.get(kind, ())) + self._asked.get(kind, 0)
         if 2 * held >= most or now_s < self._again_s:

@@ -278,12 +278,12 @@ class Pool:
     ) -> list[Granted]:
         """Pages for up to `count` blocks of `size` bytes whose keys come with `keep`.
 
-        Nothing is evicted or scattered for a stock, half of what is free is left to others, and it
+        Nothing is evicted or scattered for a stock, as much as all stocks have is left free, and it
         is taken back, unless claimed, before anything is evicted or refused for want of pages,
         quota or notes in the journal; at the latest when it was not used for `reservation_ttl_s`.
         """
         account, pages = self.accounts.of(tenant), -(-size // self.page_bytes)
-        spare = self._pages.free // 2
+        spare = (self._pages.free - self._reservations.stock_pages) // 2
         if account.terms.quota_pages is not None:
             spare = min(spare, account.terms.quota_pages - account.used_pages)
         grants: list[Granted] = []

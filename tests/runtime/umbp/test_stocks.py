@@ -93,13 +93,13 @@ def test_nobody_keeps_what_is_in_another_s_stock_or_in_no_stock():
     pool.check_integrity()
 
 
-def test_a_stock_is_of_what_is_free_and_leaves_half_of_that():
+def test_stocks_are_of_what_is_free_and_leave_as_much_as_they_are():
     pool = new_pool(Claims())
-    assert len(stock(pool, 9)) == 5
-    put(pool, 1, 2, 3)
+    assert len(stock(pool, 3)) == 3
+    put(pool, 1)
     assert len(stock(pool, 9, writer=B)) == 1
-    put(pool, 4)
-    assert (stock(pool, 9), pool.counters.evicted, pool.counters.revoked) == ([], 0, 0)
+    assert (stock(pool, 9), pool.free_pages, pool.stocks) == ([], 5, 4)
+    assert (pool.counters.evicted, pool.counters.revoked) == (0, 0)
 
 
 def test_what_nobody_writes_to_is_taken_back_before_anything_is_evicted_or_refused():
@@ -128,9 +128,9 @@ def test_a_stock_counts_for_its_tenant_s_quota_and_goes_before_a_block_of_the_te
     (granted,) = pool.reserve([(key(1), PAGE)], **ask)
     assert (granted.grant, pool.stocks, pool.counters.over_quota) == (Grant.RESERVED, 0, 0)
     assert len(stock(pool, 9, tenant="small")) == 2
-    assert len(stock(pool, 9, tenant="other")) == 3
+    assert len(stock(pool, 9, tenant="other")) == 2
     (granted,) = pool.reserve([(key(2), PAGE)], **ask)
-    assert (granted.grant, pool.stocks) == (Grant.RESERVED, 3)
+    assert (granted.grant, pool.stocks) == (Grant.RESERVED, 2)
     pool.check_integrity()
 
 
