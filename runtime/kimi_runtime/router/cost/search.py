@@ -16,6 +16,7 @@ from kimi_runtime.router.cost.hits import Found, Sources
 from kimi_runtime.router.cost.join import Joiner
 from kimi_runtime.router.cost.prefill import floor, legs, read_bytes
 from kimi_runtime.router.cost.seat import Seat
+from kimi_runtime.router.cost.twins import Alike, Twins
 from kimi_runtime.router.plan import Mode
 from kimi_runtime.router.view import KvSource, WorkerView
 
@@ -57,7 +58,7 @@ class Search:
         self._wholes: dict[str, tuple[Seat, DecodeLeg]] = {}
         self._prefills: dict[str, Seat] = {}
         self._decodings: dict[str, _Decoding] = {}
-        self._prefill_twins: dict[str, tuple[object, ...]] = {}
+        self._twins = Twins(self.context)
         self._least_z = min(joiner.z[mode] for mode in (Mode.EXTEND, Mode.FETCH, Mode.SPLIT))
 
     def whole(self, workers: Iterable[WorkerView]) -> None:
@@ -135,38 +136,11 @@ class Search:
             made.append(((1 - ROUNDING) * floor_s, (1 - ROUNDING) * one.size, worker))
         return made
 
-    def _prefill_twin(self, leg: _Left) -> tuple[WorkerView, tuple[object, ...]]:
-        """Equal for prefill workers that cost the same with any decode worker elsewhere."""
-        _, worker, found = leg
-        known = self._prefill_twins.get(worker.name)
-        if known is not None:
-            return worker, known
-        context, models = self.context, self.context.models
-        where = worker.node if found else ""  # what is read comes over other links
-        named = worker.name if any(source.name == worker.name for _, source in found) else ""
-        tiers = ("hbm", *(source.tier for _, source in found))
-        learned = tuple([models.hits.ratio(worker.name, tier) for tier in tiers])
-        reads = [link for _, source in found for link in context.routes.to_worker(source, worker)]
-        own = [link for link in reads if link.startswith(f"{worker.name}/")]
-        links = self._own_links(worker, (*own, *context.routes.outbound(worker)))
-        queue = models.queues.factor(worker.name)
-        alike = (where, named, id(found), learned, links, *queue, *self._alike(worker))
-        self._prefill_twins[worker.name] = alike
-        return worker, alike
+    def _prefill_twin(self, leg: _Left) -> tuple[WorkerView, Alike]:
+        return leg[1], self._twins.prefill(leg[1], leg[2])
 
-    def _decode_twin(self, one: _Right) -> tuple[WorkerView, tuple[object, ...]]:
-        """Equal for decode workers that cost the same with any prefill worker elsewhere."""
-        links = self._own_links(one.worker, self.context.routes.inbound(one.worker))
-        return one.worker, (links, *self._alike(one.worker))
-
-    def _alike(self, one: WorkerView) -> tuple[object, ...]:
-        return (
-            *(one.kind, one.waiting, one.running, one.queued_tokens, one.cached_tokens),
-            *(one.free_blocks, one.total_blocks, one.block_tokens, one.max_context_tokens),
-            *(one.max_running, one.releases, one.line, one.utilisation, one.unused_blocks),
-            *(one.space_price_s, one.checkpoints, one.certain, one.age_s, one.streams),
-            self.context.models.speeds(one.kind).bias(one.name),
-        )
+    def _decode_twin(self, one: _Right) -> tuple[WorkerView, Alike]:
+        return one.worker, self._twins.decode(one.worker)
 
     def _seated(self, worker: WorkerView) -> tuple[Seat, DecodeLeg]:
         """A worker that does it all, priced once."""
@@ -196,14 +170,14 @@ class Search:
         self,
         legs: Sequence[L],
         floor_s: Callable[[L], float],
-        of: Callable[[L], tuple[WorkerView, tuple[object, ...]]],
+        of: Callable[[L], tuple[WorkerView, Alike]],
     ) -> Iterator[L]:
         """Legs in the order of their floors, see `_without_twins`."""
         for group in _equal(legs, floor_s):
             yield from self._without_twins(group, of)
 
     def _without_twins(
-        self, legs: Sequence[L], of: Callable[[L], tuple[WorkerView, tuple[object, ...]]]
+        self, legs: Sequence[L], of: Callable[[L], tuple[WorkerView, Alike]]
     ) -> Iterable[L]:
         """Of legs that cost the same with anybody elsewhere, those that win by name.
 
@@ -211,7 +185,7 @@ class Search:
         """
         if len(legs) == 1 or self._exhaustive:
             return legs
-        kept: dict[tuple[object, ...], list[tuple[int, str, L]]] = {}
+        kept: dict[Alike, list[tuple[int, str, L]]] = {}
         for leg in legs:
             worker, alike = of(leg)
             twins = kept.setdefault(alike, [])
@@ -232,32 +206,21 @@ class Search:
         """
         if len(legs) == 1 or self._exhaustive:
             return {id(leg) for leg in legs}
-        kept: dict[object, tuple[tuple[int, int], _Left]] = {}
+        kept: dict[Alike | int, tuple[tuple[int, int], _Left]] = {}
         for leg in legs:
-            worker, alike = self._prefill_twin(leg)
+            _, worker, found = leg
             rights = near.get(worker.node, ())
             if len(rights) != 1:
                 kept[id(leg)] = (0, 0), leg
                 continue
-            other, alike_other = self._decode_twin(rights[0])
-            out, into = self.context.routes.between(worker, other)
-            links = self._own_links(worker, (out,)), self._own_links(other, (into,))
-            twin = (links, rights[0].floor_s, alike, alike_other)
+            other = rights[0].worker
+            twin = (rights[0].floor_s, *self._twins.near(worker, found, other))
             names = self.joiner.name(worker), self.joiner.name(other)
             known = kept.get(twin)
             if known is None or names < known[0]:
                 kept[twin] = names, leg
         self.left_out += len(legs) - len(kept)
         return {id(leg) for _, leg in kept.values()}
-
-    def _own_links(self, worker: WorkerView, links: Iterable[str]) -> tuple[object, ...]:
-        """Equal for workers whose own links are as fast, as far as anybody knows. Who has something
-        on one of them, or owns the session, is like nobody.
-        """
-        if worker.name in self.context.request.owners or any(map(self.context.flows.busy, links)):
-            return (worker.name,)
-        rates, now_s = self.context.models.links, self.context.now_s
-        return tuple([rates.of(link, now_s=now_s) for link in links])
 
     def _with(self, leg: _Left, decodes: Iterable[_Right], *, near: bool) -> None:
         """All pairs of one prefill worker that can be the best: on its node, or elsewhere."""
