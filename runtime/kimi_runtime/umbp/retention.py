@@ -185,7 +185,8 @@ class Retention:
                 return [] if session is None else self._leave(session, session.keys)
             case HintKind.COMPACTED:
                 session = self._known(name, now_s)
-                return self._leave(session, [key for key in hint.keys if key in session.keys])
+                given_up = [key for key in dict.fromkeys(hint.keys) if key in session.keys]
+                return self._leave(session, given_up)
             case HintKind.FORKED:
                 child = self._known((hint.tenant, hint.child), now_s)
                 parent = self._sessions.get(name)
@@ -197,8 +198,8 @@ class Retention:
                 session.expected_s = hint.expected_s if session.paused else None
                 if not hint.keys:
                     return list(session.keys)
-                given_up = session.keys.keys() - set(hint.keys)
-                return self._leave(session, given_up) + self._join(session, hint.keys)
+                left = session.keys.keys() - set(hint.keys)
+                return self._leave(session, left) + self._join(session, hint.keys)
 
     def _known(self, name: tuple[str, bytes], now_s: float) -> Session:
         session = self._sessions.pop(name, None) or Session(now_s)

@@ -94,6 +94,15 @@ def test_compaction_gives_up_what_it_names_and_a_new_turn_what_it_no_longer_has(
     assert pool.evict(1) == keys(3)
 
 
+def test_what_compaction_names_twice_is_given_up_once():
+    pool = new_pool()
+    put(pool, 1, 2)
+    hint(pool, HintKind.ACTIVE, 1, 2)
+    hint(pool, HintKind.COMPACTED, 2, 2)
+    assert pool.evict(1) == keys(2)
+    pool.check_integrity()
+
+
 def test_a_long_pause_makes_room_for_a_short_one():
     pool = new_pool()
     put(pool, 1, 2)
