@@ -1,6 +1,7 @@
 """Pages a client may write to without asking first: whose they are at every moment."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -427,6 +428,30 @@ async def test_blocks_of_another_size_or_tenant_get_a_stock_of_their_own(daemon,
             assert await of(client.load, keys, into, deadline_s=SOON_S) == (2, Outcome.HIT)
             assert into == blocks
     assert daemon.clients.pool.counters.expired == 0
+
+
+async def test_stocks_that_come_and_go_under_others_puts_never_hold_another_key_s_bytes(daemon):
+    clients = [ArenaClient(daemon.spec.socket, CALL_KEY, leaves=leaves) for _ in range(3)]
+    outcomes = set()
+
+    def work(number, size):
+        put, got = random.Random(number), random.Random(-number)
+        for _ in range(60):
+            keys = keys_of(put.randint(1, 6), put.randrange(0, 200, 10) + 1000 * size)
+            clients[number].store(keys, blocks_of(keys, size), deadline_s=SOON_S)
+            keys = keys_of(6, got.randrange(0, 200, 10) + 1000 * size)
+            into = targets(6, size)
+            count, outcome = clients[number].load(keys, into, deadline_s=SOON_S)
+            assert into[:count] == blocks_of(keys[:count], size)
+            outcomes.add(outcome)
+
+    await asyncio.gather(*(of(work, n, size) for n, size in enumerate([BLOCK, 3000, 24_000])))
+    counters = daemon.clients.pool.counters
+    assert counters.evicted
+    assert counters.revoked
+    assert (counters.corrupt, outcomes) == (0, {Outcome.HIT, Outcome.MISS})
+    for client in clients:
+        await of(client.close)
 
 
 async def test_a_draining_daemon_takes_stocks_back_and_grants_none(daemon, client):
