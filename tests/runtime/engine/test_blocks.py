@@ -56,6 +56,21 @@ def test_the_same_content_computed_twice_is_kept_once():
     blocks.check_integrity([[first], [second]])
 
 
+@given(names=st.lists(st.sampled_from("abcdef"), max_size=8), held=st.sets(st.sampled_from("abc")))
+def test_blocks_that_are_sealed_together_are_sealed_one_after_the_other(names, held):
+    together, singly = kv_blocks(16), kv_blocks(16)
+    for blocks in (together, singly):
+        sealed(blocks, *sorted(held))
+    taken, same = together.allocate(len(names)), singly.allocate(len(names))
+    assert taken is not None
+    assert taken == same
+    found = together.seal_run(taken, keys(*names))
+    assert found == [singly.seal(*one) for one in zip(taken, keys(*names), strict=True)]
+    assert together.acquire(keys(*"abcdef")) == singly.acquire(keys(*"abcdef"))
+    assert together.available == singly.available
+    together.check_integrity()
+
+
 def test_forgotten_keys_are_missed_but_their_users_keep_the_blocks():
     blocks = kv_blocks(2)
     used = sealed(blocks, "a")
