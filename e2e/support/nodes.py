@@ -102,8 +102,9 @@ class Nodes:
     def ran(self, *command: str, code: int = 0, within_s: float = 60) -> str:
         """What a program that takes --kubeconfig prints, once it ended with this exit code."""
         ours = Path(sys.executable).parent
+        own = command.index("--") if "--" in command else len(command)  # behind it is another's
         done = subprocess.run(
-            [*command, "--kubeconfig", str(self.server.kubeconfig)],
+            [*command[:own], "--kubeconfig", str(self.server.kubeconfig), *command[own:]],
             env={**os.environ, "PATH": f"{ours}:{os.environ['PATH']}"},
             capture_output=True,
             text=True,
