@@ -25,6 +25,11 @@ class Place(NamedTuple):
     generation: int
     parts: "list[memoryview]"
 
+    @classmethod
+    def of(cls, granted: Granted, size: int, arena: Arena) -> "Place":
+        """The pages that were granted to a block of `size` bytes."""
+        return cls(granted.generation, list(arena.parts(granted.extents, size)))
+
 
 class CopiedOut(NamedTuple):
     """How far a copy out of the arena came.
@@ -99,8 +104,7 @@ def copy_in(
     Tags are of the source: bytes that change on their way are found by whoever reads them.
     """
     places = [
-        Place(grant.generation, list(arena.parts(grant.extents, block.nbytes)))
-        for grant, block in zip(granted, blocks, strict=False)
+        Place.of(grant, block.nbytes, arena) for grant, block in zip(granted, blocks, strict=False)
     ]
     return fill(keys, places, blocks, group_bytes, leaves, stop)
 

@@ -92,10 +92,7 @@ class Stock:
         if kept.revoked != self._revoked:
             self._discard()
             self._revoked = kept.revoked
-        places = [
-            Place(granted.generation, list(self._arena.parts(granted.extents, kind[1])))
-            for granted in kept.granted
-        ]
+        places = [Place.of(granted, kind[1], self._arena) for granted in kept.granted]
         if kind in self._kinds:
             self._kinds[kind] += places
         else:

@@ -188,10 +188,7 @@ class Storing:
         mine = [n for n, granted in enumerate(grants) if granted.grant is Grant.RESERVED]
         try:
             arena = self._daemon.live_arena()
-            places = [
-                Place(grants[n].generation, list(arena.parts(grants[n].extents, views[n].nbytes)))
-                for n in mine
-            ]
+            places = [Place.of(grants[n], views[n].nbytes, arena) for n in mine]
             blocks = [views[n] for n in mine]
             written = self._batches.fill([keys[n] for n in mine], places, blocks, ends_s)
         except BaseException:

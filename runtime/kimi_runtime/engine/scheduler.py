@@ -93,13 +93,8 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens known and not computed, over everybody; without those just sampled."""
-        queued = 0
-        for requests in (self._waiting, self._running.values()):
-            for request in requests:
-                known = len(request.tokens)
-                if known - request.computed != 1 or known <= request.prompt_tokens:
-                    queued += known - request.computed
-        return queued
+        everybody = (*self._waiting, *self._running.values())
+        return sum(request.lacking for request in everybody if not request.generating)
 
     @property
     def lacking(self) -> int:
@@ -236,8 +231,7 @@ class Scheduler:
         for drawn in sampled:
             request = self._in_flight[drawn.request]
             request.tokens.append(drawn.id)
-            if not len(request.tokens) % size:  # a block more is known
-                request.chain.extend(request.tokens)
+            request.chain.extend(request.tokens)
         for request in self._in_flight.values():
             if not request.samples and request not in self._leaving:
                 self._complete_if_done(request)
@@ -387,4 +381,4 @@ def _front(blocks: list[int], count: int) -> tuple[int, ...]:
 
 
 def _generating_first(request: Request) -> tuple[bool, float, int]:
-    return len(request.tokens) - request.computed > 1, request.rank, request.number
+    return request.lacking > 1, *order_of(request)

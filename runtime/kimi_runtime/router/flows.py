@@ -24,6 +24,11 @@ def max_min_rates(
 
     A flow without links is infinitely fast; one over a link without capacity stands still.
     """
+    if len(routes) == 1:
+        ((alone, links),) = routes.items()
+        if len(set(links)) == len(links):  # it has its narrowest link for itself
+            narrowest = min((capacities.get(link, 0.0) for link in links), default=math.inf)
+            return {alone: max(narrowest, 0.0)}
     rates = {flow: math.inf for flow, links in routes.items() if not links}
     open_flows = {flow: links for flow, links in routes.items() if links}
     left = dict(capacities)

@@ -109,13 +109,8 @@ class Links:
         if not touched:
             return
         now_s = self.timeline.now_s
-        if len(touched) == 1:
-            (alone,) = touched
-            shares = {alone: max(min(map(self.rates.__getitem__, touched[alone].links)), 0.0)}
-        else:
-            routes = {name: transfer.links for name, transfer in touched.items()}
-            shares = max_min_rates(routes, self.rates)
-        for name, rate in sorted(shares.items()):
+        routes = {name: transfer.links for name, transfer in touched.items()}
+        for name, rate in sorted(max_min_rates(routes, self.rates).items()):
             transfer = touched[name]
             if rate == transfer.rate and transfer.timer is not None and transfer.timer.act:
                 continue

@@ -185,8 +185,7 @@ class Window:
             if more:
                 request.computed += more
                 request.tokens.extend(range(more))
-                if len(request.tokens) // self.size > len(request.chain.keys):
-                    request.chain.extend(request.tokens)
+                request.chain.extend(request.tokens)
 
 
 def _order(event: tuple[int, int, list[int]]) -> tuple[int, int]:

@@ -59,8 +59,3 @@ class Work:
     """How long reads took."""
     ssd_until_s: float | None = None
     """Until when it waits for what the pool has on SSD."""
-
-    @property
-    def scheduled(self) -> bool:
-        """Whether the scheduler has it."""
-        return self.scheduled_s is not None

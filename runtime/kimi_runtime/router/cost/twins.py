@@ -33,7 +33,7 @@ class Twins:
         learned = (*models.queues.factor(name), *(models.hits.ratio(name, tier) for tier in tiers))
         reads = [link for _, source in found for link in routes.to_worker(source, worker)]
         own = [link for link in reads if link.startswith(f"{name}/")]
-        links = self.own_links(worker, (*own, *routes.outbound(worker)))
+        links = self._own_links(worker, (*own, *routes.outbound(worker)))
         alike = (where, named, id(found), links, learned, *self._alike(worker))
         self._prefills[name] = alike
         return alike
@@ -41,15 +41,15 @@ class Twins:
     def decode(self, worker: WorkerView) -> Alike:
         """Equal for decode workers that cost the same with any prefill worker elsewhere."""
         inbound = self._context.routes.inbound(worker)
-        return (self.own_links(worker, inbound), *self._alike(worker))
+        return (self._own_links(worker, inbound), *self._alike(worker))
 
     def near(self, prefill: WorkerView, found: Found, decode: WorkerView) -> Alike:
         """Equal for pairs on one node each that cost the same."""
         out, into = self._context.routes.between(prefill, decode)
-        links = self.own_links(prefill, (out,)), self.own_links(decode, (into,))
+        links = self._own_links(prefill, (out,)), self._own_links(decode, (into,))
         return (links, self.prefill(prefill, found), self.decode(decode))
 
-    def own_links(self, worker: WorkerView, links: Sequence[str]) -> Alike:
+    def _own_links(self, worker: WorkerView, links: Sequence[str]) -> Alike:
         """Equal for workers whose own links are as fast, as far as anybody knows. Who has something
         on one of them, or owns the session, is like nobody.
         """
