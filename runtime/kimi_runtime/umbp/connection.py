@@ -6,9 +6,12 @@ answered later, by a task.
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Sequence
 
 from kimi_connect import payloads, wire
@@ -70,6 +73,8 @@ class Connection(Framed):
         """Give back what it held."""
         if self._hurry is not None:
             self._hurry.cancel()
+        if isinstance(exc, OSError) and self.instance is not None:
+            self._hear_out()
         self._clients.closed(self)
         self._clients.changed()
 
@@ -108,6 +113,16 @@ class Connection(Framed):
         """A pidfd of the client's process."""
         assert self.transport is not None
         return open_peer_process(self.transport.get_extra_info("socket"))
+
+    def _hear_out(self) -> None:
+        """Handle what a client had told before it hung up: a transport reads no more once an answer
+        to it could not be sent.
+        """
+        assert self.transport is not None
+        ours = self.transport.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(ours)) as rest:
+            while count := rest.recv_into(self._decoder.room()):
+                super().buffer_updated(count)
 
     def _look_up(self, frame: Frame) -> None:
         if self.instance is None:
