@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kimi_connect.directory import Cells, Directory
+from kimi_connect.forking import leave_to_parent
 from kimi_connect.wire import Extent
 
 MAGIC = b"KIMIUMBP"
@@ -97,10 +98,9 @@ class Arena:
         self.directory = Directory(self.table, shape.cells)
         self._chunks: set[int] | None = set()  # mapped in; None: nothing is left to ask for
         self._descriptor = descriptor
-        self._closed = weakref.finalize(self, os.close, descriptor)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            # a forked child could store to pages long after its parent gave them back
-            mapping.madvise(mmap.MADV_DONTFORK)
+        # not of this object: views may outlive it, and who may still write must hold its locks
+        self._closed = weakref.finalize(mapping, os.close, descriptor)
+        leave_to_parent(mapping, self._closed)
 
     @property
     def live(self) -> bool:
@@ -243,6 +243,17 @@ class Arena:
         self._closed()
 
 
+def _mapped(descriptor: int, size: int) -> mmap.mmap:
+    """Map the file by opening it once more: a mapping keeps a copy of its descriptor, and the copy
+    that a forked child inherits must not keep the locks that are held through ours. OSError.
+    """
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(own, size, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(own)
+
+
 def _lock(kind: int, start: int, count: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, start, count, 0)
 
@@ -278,7 +289,7 @@ def create_arena(
             os.posix_fallocate(descriptor, 0, size)
         else:
             allocate(descriptor, shape, size)
-        mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+        mapping = _mapped(descriptor, size)
     except BaseException:
         os.close(descriptor)
         os.unlink(path)
@@ -330,7 +341,7 @@ def _map(path: str) -> Arena:
         size = os.fstat(descriptor).st_size
         if size < MIN_HEADER_BYTES:
             raise ArenaGone(f"the arena {path} has {size} bytes and no header")
-        mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+        mapping = _mapped(descriptor, size)
         header = _read_header(memoryview(mapping))
         if header is None:
             raise ArenaGone(f"the file {path} is no arena of this layout")

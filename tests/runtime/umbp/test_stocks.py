@@ -432,11 +432,14 @@ async def test_blocks_of_another_size_or_tenant_get_a_stock_of_their_own(daemon,
 
 async def test_stocks_that_come_and_go_under_others_puts_never_hold_another_key_s_bytes(daemon):
     clients = [ArenaClient(daemon.spec.socket, CALL_KEY, leaves=leaves) for _ in range(3)]
+    counters = daemon.clients.pool.counters
     outcomes = set()
 
     def work(number, size):
         put, got = random.Random(number), random.Random(-number)
-        for _ in range(60):
+        for round_ in range(2000):
+            if round_ >= 60 and counters.revoked:
+                return
             keys = keys_of(put.randint(1, 6), put.randrange(0, 200, 10) + 1000 * size)
             clients[number].store(keys, blocks_of(keys, size), deadline_s=SOON_S)
             keys = keys_of(6, got.randrange(0, 200, 10) + 1000 * size)
@@ -446,7 +449,6 @@ async def test_stocks_that_come_and_go_under_others_puts_never_hold_another_key_
             outcomes.add(outcome)
 
     await asyncio.gather(*(of(work, n, size) for n, size in enumerate([BLOCK, 3000, 24_000])))
-    counters = daemon.clients.pool.counters
     assert counters.evicted
     assert counters.revoked
     assert (counters.corrupt, outcomes) == (0, {Outcome.HIT, Outcome.MISS})
