@@ -33,6 +33,7 @@ from kimi_operator.clock import now_s
 from kimi_operator.discovery import fields_in, served_kinds, server_version
 from kimi_operator.kinds import BY_ID, KINDS, Kind
 from kimi_operator.observed import FIELDS, Capabilities, Manifest, ObjectKey
+from kimi_operator.sockets import ended_sockets
 from kimi_operator.wire import Tenure, Watches, session_options
 from kimi_runtime.errors import ClusterBusy, ClusterConflict, ClusterError, ClusterRefused
 
@@ -492,8 +493,18 @@ async def open_kube(
             f"there is no cluster to talk to: {exc}; set KUBECONFIG or run in a pod"
         ) from exc
     configuration.retries = False  # whether to try again is decided by the caller
-    configuration.connection_pool_maxsize = 0  # no bound: a watch keeps its connection
-    configuration.client_session_kwargs = session_options(tenure, watches or Watches(now_s))
-    async with k8s.ApiClient(configuration) as api:
+    async with (
+        ended_sockets() as socket_factory,
+        k8s.ApiClient(configuration) as api,
+        aiohttp.TCPConnector(
+            limit=0,  # a watch keeps its connection
+            ssl=api.rest_client.ssl_context,
+            socket_factory=socket_factory,
+        ) as connector,
+    ):
+        configuration.client_session_kwargs = {
+            "connector": connector,
+            **session_options(tenure, watches or Watches(now_s)),
+        }
         # without discovery of its own: it would cache in a file that all users can write
         yield ApiKube(DynamicClient(api), writes, tenure, manager)

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from http_kube import status
 from kimi_operator.clock import now_s
+from kimi_operator.sockets import ended_sockets
 from served import served
 
 HOP_BY_HOP = {"connection", "content-encoding", "content-length", "host", "transfer-encoding"}
@@ -155,11 +156,13 @@ class FaultProxy:
         """Its address while it runs."""
         self._random = random.Random(self.seed)
         context = ssl._create_unverified_context()
-        connector = aiohttp.TCPConnector(limit=0, ssl=context)
         timeout = aiohttp.ClientTimeout(total=None)
         async with (
+            ended_sockets() as socket_factory,
             aiohttp.ClientSession(
-                connector=connector, timeout=timeout, auto_decompress=True
+                connector=aiohttp.TCPConnector(limit=0, ssl=context, socket_factory=socket_factory),
+                timeout=timeout,
+                auto_decompress=True,
             ) as self._session,
             served(self._handled, self._stalled.set) as address,
         ):
