@@ -15,8 +15,8 @@ _LOOKS, _LOOK_S = 1000, 0.001
 async def ended_sockets() -> AsyncIterator[SocketFactoryType]:
     """Makes a connector's sockets; at the exit waits until they are closed, a second at most.
 
-    A TLS connection whose call was cancelled says goodbye to its other side before it closes, and the
-    session does not wait for that: a loop that ends at once leaves it open.
+    A TLS connection whose call was cancelled says goodbye to its other side before it closes, and
+    the session does not wait for that: a loop that ends at once leaves it open.
     """
     made: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
