@@ -23,7 +23,7 @@ _WIDTH_TOKENS = 64
 
 # On a CPU what one operation works on should not outgrow the caches before the next one reads it; a
 # GPU has launches to save instead.
-_PART_BYTES = 2**22
+_PART_BYTES = 2**24
 """Copied of many histories at once. With less the library's cost per call shows."""
 _GROUP_TOKENS = 128
 """Queries of one prompt at once: scores and sums of four heads then fit a core's own cache."""
