@@ -3,7 +3,6 @@
 import asyncio
 import io
 import secrets
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -11,7 +10,6 @@ from contextlib import (
     aclosing,
     asynccontextmanager,
 )
-from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import quote
 
@@ -22,7 +20,6 @@ from yarl import URL
 from kimi_runtime import clock
 from kimi_runtime.auth import HEADER, NONCE_BYTES, sign
 from kimi_runtime.errors import (
-    ConfigError,
     DeadlineExceeded,
     KimistackError,
     Overloaded,
@@ -31,6 +28,7 @@ from kimi_runtime.errors import (
     Unavailable,
     WorkerFailed,
 )
+from kimi_runtime.router.trust import PoolTrust
 from kimi_runtime.spec.request import ErrorBody, GenerateChunk, GenerateRequest
 from kimi_runtime.spec.umbp import FeedBatch, FeedHello, FeedSnapshotPage, HintBatch
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
@@ -47,21 +45,9 @@ FEED_SILENCE_S = 10.0
 """Owners send a heartbeat every second; silence for this long means that nobody is there."""
 
 
-def open_http(ca: Path | None) -> aiohttp.ClientSession:
-    """The connections that all `PeerClient`s of a router share.
-
-    `ca` signs the certificates of peers whose address begins with https; None: whom the system
-    trusts. ConfigError if it holds no certificate.
-    """
-    trusted: ssl.SSLContext | bool = True
-    if ca is not None:
-        try:
-            trusted = ssl.create_default_context(cafile=str(ca))
-        except OSError as exc:  # also what an unusable PEM raises
-            raise ConfigError(
-                f"pools_ca: {ca} holds no certificate that can be read: {exc}"
-            ) from exc
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trusted))
+def open_http() -> aiohttp.ClientSession:
+    """The connections that all `PeerClient`s of a router share."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
 class PeerAbsent(WorkerFailed):
@@ -71,13 +57,23 @@ class PeerAbsent(WorkerFailed):
 class PeerClient:
     """Calls one peer over a shared `aiohttp.ClientSession`.
 
-    Raises WorkerFailed where the peer can't be reached (PeerAbsent) or breaks off, and the error
-    the peer sent where it answers with one.
+    `trust` says what certificate a peer whose `url` begins with https must show; None: one that the
+    system trusts, made out to the host that is called. Raises WorkerFailed where the peer can't be
+    reached (PeerAbsent) or breaks off, and the error the peer sent where it answers with one.
     """
 
-    def __init__(self, http: aiohttp.ClientSession, name: str, url: str, call_key: bytes) -> None:
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        name: str,
+        url: str,
+        call_key: bytes,
+        *,
+        trust: PoolTrust | None = None,
+    ) -> None:
         self.name, self.url = name, url.rstrip("/")
         self._http, self._call_key = http, call_key
+        self._trust = (trust or PoolTrust()) if self.url.startswith("https:") else None
         self._streams: set[aiohttp.ClientResponse] = set()
         self._unanswered: set[asyncio.Timeout] = set()
 
@@ -196,10 +192,16 @@ class PeerClient:
                 data=io.BytesIO(body) if body else None,  # sent in pieces, not in one write
                 headers={HEADER: signed, **(headers or {})},
                 timeout=limits,
+                ssl=True if self._trust is None else self._trust.context(),
+                server_hostname=None if self._trust is None else self._trust.name,
             ) as response:
                 if response.status != 200:
                     self._refuse(response.status, await response.read())
                 yield response
+        except aiohttp.ClientConnectorCertificateError as exc:
+            raise PeerAbsent(
+                f"{self.name} shows a certificate that is not trusted: {exc.certificate_error}"
+            ) from exc
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             absent = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
             # clients may read this: no addresses

@@ -156,12 +156,12 @@ class Feeds:
     async def follow(self, owner: str) -> None:
         """Keep one owner's copy up to date until cancelled."""
         index, client = self._index, self._clients[owner]
-        backoff_s, quiet = FIRST_BACKOFF_S, False
+        backoff_s, told = FIRST_BACKOFF_S, ""
         while True:
             try:
                 async with aclosing(client.feed(*index.resume_point(owner))) as lines:
                     async for line in lines:
-                        quiet, backoff_s = False, FIRST_BACKOFF_S
+                        told, backoff_s = "", FIRST_BACKOFF_S
                         if not index.apply(owner, line):
                             break  # a gap: ask again, for a snapshot
                         self._tell(owner, line)
@@ -169,9 +169,9 @@ class Feeds:
             except KimistackError as exc:
                 why = str(exc)
             index.disconnected(owner)
-            if not quiet:
+            if why != told:  # also when it is reached at last, and not trusted
                 _log.warning("feed lost", extra={"fields": {"owner": owner, "why": why}})
-                quiet = True
+                told = why
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 

@@ -34,6 +34,7 @@ from kimi_runtime.router.readiness import Readiness
 from kimi_runtime.router.recorder import Recorder
 from kimi_runtime.router.session_gate import SessionGate
 from kimi_runtime.router.sessions import Sessions, Turn
+from kimi_runtime.router.trust import PoolTrust
 from kimi_runtime.router.turns import Turns
 from kimi_runtime.router.view import RequestClass, RequestView, WorkerView
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, Grammar, Sampling
@@ -62,10 +63,13 @@ class Router:
         *,
         http: aiohttp.ClientSession,
         call_key: bytes,
+        trust: PoolTrust,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        workers = [PeerClient(http, one.name, one.url, call_key) for one in spec.workers]
-        pools = [PeerClient(http, one.name, one.url, call_key) for one in spec.pools]
+        workers, pools = (
+            [PeerClient(http, one.name, one.url, call_key, trust=trust) for one in some]
+            for some in (spec.workers, spec.pools)
+        )
         interval_s = spec.load_interval
         policy = open_policy(spec.policy)
         planner = planner_of(policy)
@@ -316,11 +320,12 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
     Raises ConfigError if the call key or `pools_ca` can't be read.
     """
     call_key = read_call_key(spec.call_key)
+    trust = PoolTrust(spec.pools_ca, spec.pools_name)
     async with (
-        open_http(spec.pools_ca) as http,
+        open_http() as http,
         asyncio.TaskGroup() as tasks,
     ):
-        router = Router(spec, vocabulary, http=http, call_key=call_key, tasks=tasks)
+        router = Router(spec, vocabulary, http=http, call_key=call_key, trust=trust, tasks=tasks)
         watchers = [
             *(
                 tasks.create_task(router.fleet.watch(member), name=f"watch {member.name}")
@@ -345,7 +350,7 @@ async def open_router(spec: RouterSpec, vocabulary: Vocabulary) -> AsyncIterator
                 router.feeds,
                 router.ledger,
                 tasks,
-                lambda name, url: PeerClient(http, name, url, call_key),
+                lambda name, url: PeerClient(http, name, url, call_key, trust=trust),
                 linger_s=spec.request_deadline,
                 told=lambda found: router.parking.allow(found.wake),
             )

@@ -217,7 +217,11 @@ class RouterSpec(SpecModel):
     pools_ca: Path | None = Field(
         None,
         description="PEM: who signs the certificates of pools whose url begins with https; none: "
-        "whom the system trusts.",
+        "whom the system trusts. It is read again when it changes.",
+    )
+    pools_name: str | None = Field(
+        None,
+        description="What these certificates are made out to; none: to the host that is called.",
     )
     fleet: Path | None = Field(
         None, description="A FleetSpec file: its workers and pools beside these, as it changes."

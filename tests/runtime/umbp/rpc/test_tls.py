@@ -3,6 +3,7 @@
 import shutil
 import socket
 import ssl
+from contextlib import aclosing
 
 import aiohttp
 import pytest
@@ -12,6 +13,7 @@ from kimi_connect.wire import Outcome
 from kimi_runtime.errors import ConfigError, PeerGone, WorkerFailed
 from kimi_runtime.router.client import PeerClient
 from kimi_runtime.router.client import open_http as open_router_http
+from kimi_runtime.router.trust import PoolTrust
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.remote.calls import OwnerCalls, open_http
 from kimi_runtime.umbp.rpc.client import RpcClient
@@ -98,19 +100,33 @@ async def test_probes_reach_an_encrypted_http_face_without_a_certificate(tmp_pat
             await http.get(f"{daemon.url}/readyz")
 
 
-async def test_a_router_follows_encrypted_pools_whose_authority_it_knows(tmp_path, authority):
-    async with running(pool_spec(tmp_path, tls=authority.issue(tmp_path / "one"))) as daemon:
-        for ca, known in ((authority.certificate, True), (None, False)):
-            async with open_router_http(ca) as http:
-                lines = PeerClient(http, "pool", daemon.url, CALL_KEY).feed(None, 0)
-                if known:
-                    assert (await anext(lines)).owner == "pool"
-                else:
-                    with pytest.raises(WorkerFailed, match="CertificateError"):
-                        await anext(lines)
-                await lines.aclose()
-    with pytest.raises(ConfigError, match="pools_ca"):
-        open_router_http(tmp_path / "nowhere")
+@pytest.mark.parametrize(
+    ("host", "name", "known", "refusal"),
+    [
+        ("IP:127.0.0.1", None, True, None),
+        ("DNS:pool.kimistack", "pool.kimistack", True, None),
+        ("DNS:pool.kimistack", None, True, "not valid for '127.0.0.1'"),
+        ("DNS:pool.kimistack", "another.kimistack", True, "not valid for 'another.kimistack'"),
+        ("IP:127.0.0.1", None, False, "certificate verify failed"),
+    ],
+)
+async def test_a_router_follows_encrypted_pools_of_the_authority_and_name_it_knows(
+    tmp_path, authority, host, name, known, refusal
+):
+    files = authority.issue(tmp_path / "one", host=host)
+    trust = PoolTrust(authority.certificate if known else None, name)
+    async with (
+        running(pool_spec(tmp_path, tls=files)) as daemon,
+        open_router_http() as http,
+        aclosing(
+            PeerClient(http, "pool", daemon.url, CALL_KEY, trust=trust).feed(None, 0)
+        ) as lines,
+    ):
+        if refusal is None:
+            assert (await anext(lines)).owner == "pool"
+        else:
+            with pytest.raises(WorkerFailed, match=f"pool shows a certificate.*{refusal}"):
+                await anext(lines)
 
 
 async def test_a_certificate_made_out_to_a_name_is_good_where_that_name_is_expected(
