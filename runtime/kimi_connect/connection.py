@@ -13,13 +13,12 @@ from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
 from kimi_connect.frames import Frame, FrameDecoder, pack_frame
 from kimi_connect.stock import Stock
+from kimi_connect.stocking import MOST_AWAITED
 from kimi_connect.wire import Op
 
 BACKOFF_S = (0.05, 2.0)
 ANSWER_S = 0.25
 """Time given to end what was begun (unpin, commit) when the deadline is near or over."""
-MOST_AWAITED = 8
-"""Requests told before the first one's answer is waited for."""
 
 now_s = time.monotonic  # noqa: TID251  (nothing of the runtime, its clock included, is here)
 
@@ -122,8 +121,6 @@ class Connection:
     def _hear(self, came: Frame) -> None:
         told = self._awaited.popleft()
         told.heard(_answer(came, told.number, told.answer))
-        if not self._awaited:
-            self.arena.release()
 
     def _handshake(
         self,

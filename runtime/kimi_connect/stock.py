@@ -35,24 +35,41 @@ class Stock:
         self._returned: list[int] = []
         self._again_s = 0.0
         self._short = False
+        self._claims = 0
 
     def has(self, kind: Kind, count: int) -> bool:
         """Whether there is a stock for so many blocks."""
         return len(self._kinds.get(kind, ())) >= count
 
+    def lists(self, key: bytes) -> bool:
+        """Whether the pool has a block, as far as the arena tells."""
+        return self._arena.directory.lists(key)
+
     def take(self, kind: Kind, count: int) -> "list[Place]":
-        """Up to `count` blocks' pages of the stock, claimed; none if it was taken back."""
+        """Up to `count` blocks' pages of the stock, claimed until `let_go` is called for this;
+        none if it was taken back.
+        """
         held = self._kinds.get(kind)
         if not held or not count:
             return []
         taken = [held.popleft() for _ in range(min(count, len(held)))]
         claimed = all(self._arena.claim(*run) for run in _runs(taken))
+        self._claims += 1
         if claimed and self._arena.revoked == self._revoked:
             return taken
+        self.let_go()
         self.put_back(taken)
         self._discard()
         self._short = True
         return []
+
+    def let_go(self) -> None:
+        """What was taken at one time is written to no more, and the daemon has read of what was
+        written, or never will. Claims end together, when nobody needs one.
+        """
+        self._claims -= 1
+        if not self._claims:
+            self._arena.release()
 
     def put_back(self, places: "list[Place]") -> None:
         """These are not written to, and never will be."""

@@ -27,6 +27,8 @@ class Kind(StrEnum):
     """A batch of one-sided reads from another's memory."""
     THREAD = "thread"
     """A copy, a check or disk I/O beside a loop."""
+    CLAIM = "claim"
+    """The locks of an engine on pages of its stock."""
 
 
 class Mishap(StrEnum):
@@ -45,6 +47,8 @@ class Mishap(StrEnum):
     """The connection breaks."""
     REHOME = "rehome"
     """The memory is another's."""
+    REFUSED = "refused"
+    """Somebody else has the lock."""
 
 
 class Upset(StrEnum):
@@ -61,15 +65,25 @@ class Upset(StrEnum):
     SET_BACK = "set back"
     """Its wall clock is an hour behind."""
     SET_AHEAD = "set ahead"
+    SHORT = "short"
+    """A daemon has use for every page: it takes back each stock that is not claimed."""
+    CLEARED = "cleared"
+    """It forgets every block in its memory."""
 
+
+_ON_A_WIRE = tuple(m for m in Mishap if m not in (Mishap.REHOME, Mishap.REFUSED))
+
+DAMAGE = {Mishap.CORRUPT, Mishap.REHOME}
+"""What makes bytes wrong. Without it, no block in memory ever fails its tags."""
 
 MEETS: dict[Kind, tuple[Mishap, ...]] = {
     Kind.SOCKET: (Mishap.DELAY, Mishap.STALL, Mishap.CUT),
-    Kind.CALL: tuple(m for m in Mishap if m is not Mishap.REHOME),
-    Kind.ANSWER: tuple(m for m in Mishap if m is not Mishap.REHOME),
-    Kind.FEED: tuple(m for m in Mishap if m is not Mishap.REHOME),
+    Kind.CALL: _ON_A_WIRE,
+    Kind.ANSWER: _ON_A_WIRE,
+    Kind.FEED: _ON_A_WIRE,
     Kind.COPY: tuple(Mishap(fault) for fault in Fault),
     Kind.THREAD: (Mishap.DELAY, Mishap.STALL),
+    Kind.CLAIM: (Mishap.REFUSED,),
 }
 
 
@@ -108,6 +122,7 @@ ONE_IN = {
     Kind.FEED: 8,
     Kind.COPY: 3,
     Kind.THREAD: 12,
+    Kind.CLAIM: 4,
 }
 """How many steps of a kind a storm leaves alone for each that it hits: the rarer, the fewer."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from kimi_connect import small_puts
+from kimi_connect.arena import Arena
 from kimi_runtime import clock
 from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.spec.umbp import UmbpSpec
@@ -53,6 +54,7 @@ def simulated(network: Network, seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as changed:
         for where, name, stand_in in (
             (clock, "time", Clock),
+            (Arena, "claim", network.claiming(Arena.claim)),
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
             (secrets, "randbits", dice.getrandbits),
             (grpc.aio, "insecure_channel", network.channel),
@@ -101,6 +103,11 @@ class Cluster:
         }
         return pool_spec(self.folder / folder, **(fields | changes))
 
+    @property
+    def corrupt(self) -> int:
+        """Blocks that daemons dropped because what an engine read of them had other tags."""
+        return sum(node.corrupt for node in (*self.nodes.values(), *self._twins))
+
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
         """Every daemon serves; on the way out all is stopped, and nothing is left."""
@@ -138,6 +145,10 @@ class Cluster:
             case Upset.MOVED if whom in self.nodes:
                 one.kill()
                 self._tasks.create_task(self._moved(one), context=Context())
+            case Upset.SHORT if whom in self.nodes:
+                one.revoke()
+            case Upset.CLEARED if whom in self.nodes:
+                one.clear()
             case Upset.DOUBLED if whom in self.nodes:
                 self._tasks.create_task(self._doubled(one), context=Context())
 

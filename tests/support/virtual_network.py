@@ -86,6 +86,10 @@ class Network:
         mishap = self.step(Kind.THREAD, what)
         return THREAD_S + (SLOW[mishap] if mishap else 0.0)
 
+    def claiming(self, claim: Callable[..., bool]) -> Callable[..., bool]:
+        """Stands in for `Arena.claim`."""
+        return lambda *given: self.step(Kind.CLAIM, "claim") is None and claim(*given)
+
     def face(self, host: str) -> Face:
         """Who answers there now. PeerGone."""
         faces = [face for face in self.faces[host] if face.process.alive]

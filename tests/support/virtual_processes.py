@@ -2,9 +2,11 @@
 
 import asyncio
 import errno
+import fcntl
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kimi_connect.arena import Arena
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.umbp.assembly import Memory
@@ -48,6 +50,7 @@ class Node:
         self._stop = asyncio.Event()
         self._starting = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
+        self._corrupt = 0
 
     async def start(self) -> None:
         """Serve from now on; nothing happens if it does."""
@@ -61,7 +64,8 @@ class Node:
         wall_leap_s = self.process.wall_leap_s
         self.process = Process(self.spec.name)
         self.process.wall_leap_s = wall_leap_s
-        self.clients = self.state = self._face = None
+        self._corrupt, self.clients = self.corrupt, None
+        self.state = self._face = None
         self._stop = asyncio.Event()
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._serving = self.process.start(self._serve(started))
@@ -116,6 +120,22 @@ class Node:
         if self._face is not None:
             self._face.gone()
 
+    @property
+    def corrupt(self) -> int:
+        """Blocks dropped because what an engine read of them had other tags."""
+        clients = self.clients
+        return self._corrupt + (0 if clients is None else clients.pool.counters.corrupt)
+
+    def revoke(self) -> None:
+        """Take back what it can of its engines' stocks; nothing happens if it does not serve."""
+        if self.clients is not None and self.process.alive:
+            self.clients.pool.revoke()
+
+    def clear(self) -> None:
+        """Forget every block in memory; nothing happens if it does not serve."""
+        if self.clients is not None and self.process.alive:
+            self.clients.pool.clear()
+
     async def drain(self, within_s: float) -> Any:
         """As `kimistack umbp drain`; None if it does not serve, or ended meanwhile."""
         if self.clients is None or not self.process.alive:
@@ -127,6 +147,7 @@ class Node:
         """Whether nothing is under way, held or half done."""
         c = self.clients
         pool, second = c.pool, c.second
+        pool.revoke()
         pool.check_integrity()
         pool.funnel.check()
         return not (
@@ -134,6 +155,7 @@ class Node:
             or c.remote.lender.loans
             or (second and (second.promoter.under_way or second.writer.queued))
             or pool.open_pins
+            or pool.stocks
             or pool.reservations(quarantined=False)
             or pool.reservations(quarantined=True)
             or pool.funnel.open
@@ -205,8 +227,8 @@ class Engine:
         daemon = self.client._daemon
         daemon._closed = True
         arena, daemon.arena = daemon.arena, None
-        if arena is not None:
-            arena.close()  # its lock ends with it
+        if arena is not None:  # soon: what was killed in the middle of a step gets to its next wait
+            self.cluster.loop.call_soon(_let_go, arena)
 
     async def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a call within its time."""
@@ -218,3 +240,9 @@ class Engine:
         took_s = self.cluster.loop.time() - start_s
         assert took_s <= DEADLINE_S + GRACE_S, f"{took_s:.2f} s, {DEADLINE_S} s were given"
         return result
+
+
+def _let_go(arena: Arena) -> None:
+    """What the kernel does as a process ends, though a copy that is not over keeps its pages."""
+    arena._set_lock(fcntl.F_UNLCK, 0, 0)
+    arena.close()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mishaps import Blow, Plan, Step, Storm, Upset, none
+from mishaps import DAMAGE, Blow, Plan, Step, Storm, Upset, none
 from pool_daemon import keys_of
 from virtual_cluster import Cluster, simulated
 from virtual_network import Network
@@ -31,9 +31,11 @@ class Run(NamedTuple):
 
 
 async def everyday(cluster: Cluster) -> None:
-    """Put, get, get from a peer, keep that, evict, get from SSD, read in place, drain."""
+    """Put, get, get from a peer, keep that, put into the stock, two puts at once, evict, get from
+    SSD, read in place, drain.
+    """
     a, b = cluster.engines["e-a"], cluster.engines["e-b"]
-    first, more = keys_of(3), keys_of(16, 100)
+    first, into_stock, beside, more = keys_of(3), keys_of(4, 50), keys_of(4, 80), keys_of(10, 100)
     await a.store(first)
     await a.load(first)
     await asyncio.sleep(0.1)  # the feed tells
@@ -41,7 +43,13 @@ async def everyday(cluster: Cluster) -> None:
     await b.load(first)
     a.used(first)
     await asyncio.sleep(0.05)  # they are written to SSD
-    await a.store(more)
+    await a.store(into_stock)
+    await asyncio.sleep(0.1)
+    await b.load(into_stock)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(a.store(beside))
+        group.create_task(a.store(more))
+    await a.load(more)
     await a.load(first)
     await a.lend(first, 1.2)
     await cluster.nodes["a"].drain(1.0)
@@ -74,6 +82,8 @@ async def _run(cluster: Cluster, scenario: Scenario) -> Run:
         await cluster.heal()
         await cluster.works_again(keys_of(4, 1000))
         await cluster.settled()
+        damage = any(blow.what in DAMAGE for *_, blow in network.blows)
+        assert damage or not cluster.corrupt, f"{cluster.corrupt} blocks were written over"
     loaded = sum(engine.loaded for engine in cluster.engines.values())
     return Run(network.trace[:steps], network.blows, loaded)
 

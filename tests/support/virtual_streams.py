@@ -46,6 +46,10 @@ class Stream(asyncio.Transport):
         """Whether nothing more can be written."""
         return self._closed
 
+    def get_write_buffer_size(self) -> int:
+        """What the kernel did not take: it takes all."""
+        return 0
+
     def write(self, data: bytes) -> None:
         """Have it arrive behind what was written before."""
         if self._closed or not self.process.alive:

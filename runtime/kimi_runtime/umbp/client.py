@@ -35,7 +35,7 @@ from kimi_runtime.umbp.lending import Lent
 from kimi_runtime.umbp.link import Link, LinkLost, answered
 from kimi_runtime.umbp.relink import Relink
 from kimi_runtime.umbp.speed import MeasuredCost
-from kimi_runtime.umbp.storing import store_part
+from kimi_runtime.umbp.storing import Putting, store_part
 from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tiers.dram import COST as DRAM_COST
 
@@ -245,14 +245,13 @@ class PoolClient:
         """
         groups = self._group_bytes if group_bytes is None else tuple(group_bytes)
         check_store(keys, blocks, groups)
-        ends_s = clock.now_s() + deadline_s
+        how = Putting(groups, clock.now_s() + deadline_s, tenant, priority)
         done = 0
         part = Stored(0, 0, 0)
         try:
             while done < len(keys):
                 some = slice(done, done + KEYS_A_CALL)
-                which = (self._daemon, keys[some], blocks[some], groups, ends_s)
-                part = await store_part(*which, tenant=tenant, priority=priority)
+                part = await store_part(self._daemon, keys[some], blocks[some], how)
                 done += part.kept
                 if part.kept < part.asked or not part.asked:
                     break
@@ -295,7 +294,10 @@ class PoolClient:
 
     async def aclose(self) -> None:
         """End the connection; pins and reservations end with it."""
-        self._daemon.close()
+        try:
+            await self._daemon.finish(within_s=ANSWER_S)
+        finally:
+            self._daemon.close()
 
     async def _load_local(
         self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float

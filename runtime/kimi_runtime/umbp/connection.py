@@ -221,7 +221,12 @@ class Connection(Framed):
             grants = [Granted(Grant.HELD if self._pool.held([k]) else Grant.FULL) for k, _ in items]
         else:
             grants = self._pool.reserve(
-                items, writer=self.instance, now_s=clock.now_s(), tenant=tenant, priority=priority
+                items,
+                writer=self.instance,
+                now_s=clock.now_s(),
+                tenant=tenant,
+                priority=priority,
+                as_one=True,
             )
         return payloads.pack_reserved(grants)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from kimi_connect import payloads, wire
 from kimi_connect.arena import Arena, ArenaGone, attach_arena
 from kimi_connect.frames import Frame
+from kimi_connect.stock import Stock
+from kimi_connect.stocking import MOST_AWAITED, Told
 from kimi_connect.wire import Grant, Op, WireError
 from kimi_runtime import clock
 from kimi_runtime.umbp.framed import Framed
@@ -32,6 +34,7 @@ class Link(Framed):
     ) -> None:
         super().__init__()
         self.arena: Arena | None = None
+        self.stock: Stock | None = None
         self.writing = writing
         self.lost = False
         self.pin_lease_s = 0.0
@@ -42,6 +45,7 @@ class Link(Framed):
         self._number = 0
         self._pending: dict[int, tuple[asyncio.Future[Frame], float]] = {}
         self._given_up: set[int] = set()
+        self._told: dict[int, Told] = {}
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every open request fails."""
@@ -63,23 +67,30 @@ class Link(Framed):
         oldest_s = min((at_s for _, at_s in self._pending.values()), default=None)
         if oldest_s is not None and clock.now_s() - oldest_s > HUNG_S:
             self._lose(f"the pool daemon has not answered for {HUNG_S:.0f} s")
-        number = self._send(op, payload)
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._pending[number] = (future, clock.now_s())
-        try:
-            async with asyncio.timeout(max(0.0, within_s)):
-                return await future
-        except (TimeoutError, asyncio.CancelledError):
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._give_back(future.result())  # it came in the same moment
-            elif number in self._pending:
-                self._given_up.add(number)
-            raise
+        return await self._answer_to(self._send(op, payload), within_s)
 
     def tell(self, op: Op, payload: bytes) -> None:
         """A request whose answer nobody needs; nothing happens without a connection."""
         if not self.lost:
             self._given_up.add(self._send(op, payload))
+
+    async def keep(self, told: Told, *, within_s: float) -> None:
+        """Tell the daemon of a stock. LinkLost.
+
+        Its answer is waited for, or TimeoutError, only if it owes several, or reads so slowly that
+        this could end with our process.
+        """
+        assert self.transport is not None
+        try:
+            number = self._send(Op.KEEP, told.payload)
+        except LinkLost:
+            told.unheard()
+            raise
+        self._told[number] = told
+        if len(self._told) > MOST_AWAITED or self.transport.get_write_buffer_size():
+            await self._answer_to(number, within_s)
+        else:
+            self._given_up.add(number)
 
     def close(self) -> None:
         """End the connection at once."""
@@ -91,6 +102,19 @@ class Link(Framed):
         self._number += 1
         self.send(op, self._number, payload)
         return self._number
+
+    async def _answer_to(self, number: int, within_s: float) -> Frame:
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._pending[number] = (future, clock.now_s())
+        try:
+            async with asyncio.timeout(max(0.0, within_s)):
+                return await future
+        except (TimeoutError, asyncio.CancelledError):
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(future.result())  # it came in the same moment
+            elif number in self._pending:
+                self._given_up.add(number)
+            raise
 
     def _handshake(self, frame: Frame) -> None:
         if frame.op is Op.REFUSED:
@@ -119,12 +143,16 @@ class Link(Framed):
             )
         except ArenaGone as exc:
             raise WireError(str(exc)) from exc
+        self.stock = Stock(self.arena)
         if not self.welcomed.done():
             self.welcomed.set_result(None)
 
     def _answered(self, frame: Frame) -> None:
         if frame.op in (Op.REFUSED, Op.ERROR):
             raise WireError(f"the pool daemon refused: {wire.unpack_text(frame.payload)}")
+        if frame.request in self._told:
+            self._told[frame.request].heard(answered(frame, Op.KEPT))
+            del self._told[frame.request]
         future, _ = self._pending.pop(frame.request, (None, 0.0))
         if frame.request in self._given_up:
             self._given_up.discard(frame.request)
@@ -154,6 +182,9 @@ class Link(Framed):
         for future, _ in self._pending.values():
             if not future.done():
                 future.set_exception(LinkLost(why))
+        for told in self._told.values():
+            told.unheard()
+        self._told.clear()
         self._pending.clear()
         self._given_up.clear()
         if not self.welcomed.done():

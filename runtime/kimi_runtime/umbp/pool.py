@@ -216,7 +216,7 @@ class Pool:
 
     def reserve(
         self,
-        items: Iterable[tuple[bytes, int]],
+        items: Sequence[tuple[bytes, int]],
         *,
         writer: bytes,
         now_s: float,
@@ -225,27 +225,50 @@ class Pool:
         below: float = math.inf,
         tenant: str = DEFAULT_TENANT,
         priority: Priority = Priority.NORMAL,
+        as_one: bool = False,
     ) -> list[Granted]:
         """Pages for every (key, size) until one doesn't fit; the rest is FULL, at once.
 
         `ttl_s` is how long they are held, if not `reservation_ttl_s`. With `evict`, unpinned blocks
-        worth less than `below` (seconds a byte; see `retention`) make room. Two writers may hold a
+        worth less than `below` (seconds a byte; see `retention`) make room: none of these keys', if
+        they are put `as_one`, for a chain without its head is worth nothing. Two writers may hold a
         reservation of one key: who commits first wins, so a dead writer keeps nobody from putting.
         """
+        expires_s = now_s + (self.reservation_ttl_s if ttl_s is None else ttl_s)
+        what = (writer, expires_s, self.accounts.of(tenant), priority, below if evict else 0.0)
+        if not as_one:
+            return self._grants(items, *what, now_s=now_s)
+        held = {key: self._blocks[key] for key, _ in items if key in self._blocks}
+        spared = [block for block in held.values() if not block.pins]
+        self._idle.remove(spared)
+        grants = self._grants(items, *what, now_s=now_s)
+        self._idle.add(reversed(spared))
+        return grants
+
+    def _grants(
+        self,
+        items: Sequence[tuple[bytes, int]],
+        writer: bytes,
+        expires_s: float,
+        account: Account,
+        priority: Priority,
+        below: float,
+        *,
+        now_s: float,
+    ) -> list[Granted]:
         grants: list[Granted] = []
         full = False
-        expires_s = now_s + (self.reservation_ttl_s if ttl_s is None else ttl_s)
         for key, size in items:
             if key in self._blocks:
                 grants.append(Granted(Grant.HELD))
                 continue
             granted = None
             if not full:
-                account = self.accounts.of(tenant)
-                extents = self._make_room(size, account, below if evict else 0.0, now_s)
+                extents = self._make_room(size, account, below, now_s)
                 if extents is not None:
-                    what = (key, size, extents, writer, expires_s)
-                    granted = self._reserve(*what, account=account, priority=priority)
+                    granted = self._reserve(
+                        key, size, extents, writer, expires_s, account=account, priority=priority
+                    )
             if granted is None:
                 full = True
                 self.counters.refused += 1

@@ -27,7 +27,9 @@ def put(
     of the daemon runs.
     """
     items = [(block.key, block.data.nbytes) for block in blocks]
-    grants = pool.reserve(items, writer=OWN_WRITER, now_s=now_s, tenant=tenant, priority=priority)
+    grants = pool.reserve(
+        items, writer=OWN_WRITER, now_s=now_s, tenant=tenant, priority=priority, as_one=True
+    )
     written = []
     for block, granted in zip(blocks, grants, strict=True):
         if granted.grant is Grant.RESERVED:

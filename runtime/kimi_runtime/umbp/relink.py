@@ -3,11 +3,12 @@
 import asyncio
 import secrets
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from kimi_connect import payloads
 from kimi_connect.arena import Arena
-from kimi_connect.wire import Op, Outcome
+from kimi_connect.wire import Op, Outcome, WireError
 from kimi_runtime import clock
 from kimi_runtime.umbp.link import Link, LinkLost, open_link
 
@@ -86,6 +87,15 @@ class Relink:
         self._unreported[outcome] += blocks
         if self._link is not None and not self._link.lost:
             self._report(self._link)
+
+    async def finish(self, *, within_s: float) -> None:
+        """Give the stock back, and wait until the daemon has read that and all before."""
+        link = self._link
+        if link is None or link.lost or link.stock is None:
+            return
+        with suppress(LinkLost, TimeoutError, WireError):
+            given_up = payloads.pack_generations(link.stock.everything())
+            await link.call(Op.ABORT, given_up, within_s=within_s)
 
     def close(self) -> None:
         """End the connection for good."""

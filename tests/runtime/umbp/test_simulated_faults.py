@@ -9,6 +9,7 @@ import logging
 import pytest
 
 from kimi_connect import blocks
+from kimi_connect.arena import Arena
 from kimi_connect.blocks import CopiedOut
 from kimi_runtime.umbp import client
 from kimi_runtime.umbp.remote import landing
@@ -40,7 +41,8 @@ def test_a_run_is_repeated_exactly_by_its_seed(calm):
 def test_the_everyday_run_takes_every_kind_of_step_and_gets_every_block(calm):
     assert {step.kind for step in calm.trace} == set(Kind)
     words = {step.what for step in calm.trace}
-    assert words >= {"PUT", "RESERVE", "COMMIT", "PIN", "UNPIN", "RENEW", "SERVED", "USED"}
+    assert words >= {"PUT", "KEEP", "KEPT", "claim", "RESERVE", "COMMIT"}
+    assert words >= {"PIN", "UNPIN", "RENEW", "SERVED", "USED"}
     assert words >= {"Lend", "GiveBack", "Offer", "SsdTier.put.<lambda>", "SsdTier.get.<lambda>"}
     assert calm.loaded >= 4 * 3 + 16
 
@@ -93,6 +95,18 @@ def test_pins_that_outlive_their_readers_are_found_out(calm, monkeypatch):
     with pytest.raises(BaseExceptionGroup) as caught:
         run(everyday, plan=at(unpin, Blow(Upset.KILLED, calm.trace[unpin].who)))
     assert caught.value.subgroup(TimeoutError)
+
+
+def test_a_stock_that_is_given_away_under_its_writer_is_found_out(calm, monkeypatch):
+    """So are pages that two write to, by the tags of whoever has them then."""
+    (*_, claim) = [n for n, step in enumerate(calm.trace) if step.kind is Kind.CLAIM]
+    copies = [n for n, step in enumerate(calm.trace) if step.kind is Kind.THREAD and n > claim]
+    plan = at(copies[0], Blow(Mishap.DELAY))
+    run(everyday, plan=plan)
+    monkeypatch.setattr(Arena, "claim", lambda *_: True)
+    with pytest.raises(BaseExceptionGroup, match="unhandled") as caught:
+        run(everyday, plan=plan)
+    assert caught.value.subgroup(lambda exc: "written over" in str(exc))
 
 
 def test_a_wait_without_an_end_is_found_out():

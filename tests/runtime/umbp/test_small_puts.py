@@ -44,13 +44,14 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-async def test_a_small_store_is_one_call(daemon):
+async def test_a_small_store_waits_for_one_answer_and_the_next_for_none(daemon):
     client, keys = await open_pool(daemon.spec.socket, CALL_KEY), keys_of(3)
     blocks, link = blocks_of(keys), client._daemon._link
     assert sum(map(len, blocks)) <= SMALL_PUT_BYTES
     before = link._number
     assert await client.store(keys, blocks, deadline_s=SOON_S) == 3
-    assert link._number == before + 1
+    assert link._number == before + 2  # the put, and the wish for a stock
+    assert daemon.clients.pool.counters.put == 3
     assert daemon.clients.pool.reservations(quarantined=False) == 0
     assert await client.load(keys, into := targets(3), deadline_s=SOON_S) == (3, Outcome.HIT)
     assert into == blocks

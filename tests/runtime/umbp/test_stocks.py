@@ -5,11 +5,12 @@ import random
 
 import pytest
 
-from kimi_connect import payloads, small_puts, storing
+from kimi_connect import payloads, small_puts, stocking
 from kimi_connect.arena import ArenaGone, Shape, create_arena, reopen_arena
 from kimi_connect.client import ArenaClient
 from kimi_connect.keeping import Filled, Keep, Wish, pack_keep, unpack_kept
 from kimi_connect.wire import Commitment, Grant, GroupTag, Op, Outcome, Priority
+from kimi_runtime.umbp import storing as engine_storing
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.feed import FeedLog
@@ -293,15 +294,27 @@ async def daemon(tmp_path, monkeypatch):
         made.clients.pool.check_integrity()
 
 
-@pytest.fixture
-async def client(daemon):
-    made = ArenaClient(daemon.spec.socket, CALL_KEY, leaves=leaves)
+@pytest.fixture(params=["blocking", "async"])
+async def client(daemon, request):
+    made = await connected(daemon.spec.socket, request.param)
     yield made
-    await of(made.close)
+    await ended(made)
+
+
+async def connected(socket, kind):
+    if kind == "async":
+        return await open_pool(socket, CALL_KEY)
+    return ArenaClient(socket, CALL_KEY, leaves=leaves)
+
+
+async def ended(client):
+    await of(client.close if isinstance(client, ArenaClient) else client.aclose)
 
 
 async def of(work, *arguments, **named):
-    """A blocking call, while the daemon of this process goes on."""
+    """A call, while the daemon of this process goes on."""
+    if asyncio.iscoroutinefunction(work):
+        return await work(*arguments, **named)
     return await asyncio.to_thread(work, *arguments, **named)
 
 
@@ -331,7 +344,8 @@ async def test_a_put_into_the_stock_waits_for_no_answer_and_is_seen_by_whoever_a
     await stocked(client, daemon)
     keys, other = keys_of(4), await open_pool(daemon.spec.socket, CALL_KEY)
     store = client.store(keys, blocks_of(keys), deadline_s=SOON_S)  # the daemon's loop stands still
-    assert (store, daemon.clients.pool.held(keys)) == (4, 0)
+    kept = await store if asyncio.iscoroutine(store) else store
+    assert (kept, daemon.clients.pool.held(keys)) == (4, 0)
     assert await other.held(keys) == 4
     into = targets(4)
     assert await other.load(keys, into, deadline_s=SOON_S) == (4, Outcome.HIT)
@@ -344,7 +358,7 @@ async def test_small_blocks_go_into_the_stock_too_once_there_is_one(daemon, clie
     first, second = keys_of(4), keys_of(4, 100)
     await of(client.store, first, blocks_of(first), deadline_s=SOON_S)
     await until(lambda: daemon.clients.pool.stocks)
-    assert client.store(second, blocks_of(second), deadline_s=SOON_S) == 4
+    assert await of(client.store, second, blocks_of(second), deadline_s=SOON_S) == 4
     await loads(client, [*first, *second])
 
 
@@ -389,7 +403,7 @@ async def test_a_stock_that_was_taken_back_is_not_written_to(daemon, client):
 
 async def test_a_stock_is_given_back_at_the_end(daemon, client):
     await stocked(client, daemon)
-    await of(client.close)
+    await ended(client)
     await until(lambda: not len(daemon.clients))
     counters = daemon.clients.pool.counters
     assert (daemon.clients.pool.stocks, counters.revoked, counters.aborted) == (0, 0, 16)
@@ -397,7 +411,10 @@ async def test_a_stock_is_given_back_at_the_end(daemon, client):
 
 async def test_a_lost_connection_leaves_no_stock_and_the_next_put_gets_another(daemon, client):
     await stocked(client, daemon)
-    client._daemon.drop()
+    if isinstance(client, ArenaClient):
+        client._daemon.drop()
+    else:
+        client._daemon._link.close()
     await until(lambda: not daemon.clients.pool.stocks)
     assert daemon.clients.pool.reservations(quarantined=True) == 0
     await loads(client, await stocked(client, daemon, 2000))
@@ -406,7 +423,7 @@ async def test_a_lost_connection_leaves_no_stock_and_the_next_put_gets_another(d
 async def test_more_than_the_stock_is_put_in_parts_and_the_head_is_the_warmest(
     daemon, client, monkeypatch
 ):
-    monkeypatch.setattr(storing, "PART_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(stocking, "PART_BYTES", 2 * BLOCK)
     await stocked(client, daemon)
     keys = keys_of(30)
     assert await of(client.store, keys, blocks_of(keys), deadline_s=SOON_S) == 30
@@ -453,7 +470,52 @@ async def test_stocks_that_come_and_go_under_others_puts_never_hold_another_key_
     assert counters.revoked
     assert (counters.corrupt, outcomes) == (0, {Outcome.HIT, Outcome.MISS})
     for client in clients:
-        await of(client.close)
+        await ended(client)
+
+
+async def test_puts_beside_each_other_share_a_stock_and_let_go_of_it_at_the_end(daemon):
+    client = await open_pool(daemon.spec.socket, CALL_KEY)
+    await stocked(client, daemon)
+    chains = [keys_of(3, start) for start in range(0, 100, 10)]
+    puts = (client.store(keys, blocks_of(keys), deadline_s=SOON_S) for keys in chains)
+    assert await asyncio.gather(*puts) == [3] * 10
+    assert await client.held(chains[0]) == 3  # which is answered behind all that was told
+    pool = daemon.clients.pool
+    pool.revoke()
+    assert (pool.stocks, pool.counters.expired) == (0, 0)
+    await asyncio.gather(*(loads(client, keys) for keys in chains))
+    await client.aclose()
+
+
+async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(daemon, monkeypatch):
+    monkeypatch.setattr(engine_storing, "INLINE_BYTES", -1)
+    client, keys = await open_pool(daemon.spec.socket, CALL_KEY), keys_of(4)
+    await stocked(client, daemon)
+    stocks = daemon.clients.pool.stocks
+    put = asyncio.ensure_future(client.store(keys, blocks_of(keys), deadline_s=SOON_S))
+    await asyncio.sleep(0)
+    put.cancel()
+    await asyncio.wait({put})
+    assert put.cancelled()
+    assert await client.held(keys) == 0
+    pool = daemon.clients.pool
+    assert pool.stocks == stocks - 4
+    pool.revoke()
+    assert (pool.stocks, client._daemon.writing) == (0, set())
+    await client.aclose()
+
+
+async def test_what_is_put_by_asking_does_not_push_out_what_went_into_the_stock(daemon, client):
+    pool = daemon.clients.pool
+    hot = await stocked(client, daemon)
+    for _ in range(3):
+        client.used(hot)
+    await of(client.held, hot)
+    room = pool.total_pages // 3  # of blocks of three pages each
+    keys = keys_of(room)
+    assert await of(client.store, keys, blocks_of(keys), deadline_s=SOON_S) == room
+    assert pool.counters.evicted
+    assert pool.held(keys) == room
 
 
 async def test_a_draining_daemon_takes_stocks_back_and_grants_none(daemon, client):
@@ -465,13 +527,14 @@ async def test_a_draining_daemon_takes_stocks_back_and_grants_none(daemon, clien
     assert daemon.clients.pool.stocks == 0
 
 
+@pytest.mark.parametrize("kind", ["blocking", "async"])
 async def test_a_frozen_daemon_costs_a_put_its_stock_and_no_more_than_its_deadline(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, kind
 ):
     monkeypatch.setattr(small_puts, "SMALL_PUT_BYTES", 0)
     process = await of(DaemonProcess, pool_spec(tmp_path))
-    client = ArenaClient(tmp_path / "umbp.sock", CALL_KEY, leaves=leaves)
-    other = ArenaClient(tmp_path / "umbp.sock", CALL_KEY, leaves=leaves)
+    client = await connected(tmp_path / "umbp.sock", kind)
+    other = await connected(tmp_path / "umbp.sock", "blocking")
     try:
         for n in range(2):
             keys = keys_of(4, 100 * n)
@@ -486,8 +549,8 @@ async def test_a_frozen_daemon_costs_a_put_its_stock_and_no_more_than_its_deadli
         await loads(other, keys_of(kept, 1000))
     finally:
         process.kill()
-        client.close()
-        other.close()
+        await ended(client)
+        await ended(other)
 
 
 WRITER = """
