@@ -64,7 +64,7 @@ async def peer(folder: Path, name: str, peers=(), **changes):
             pool, remote = daemon.clients.pool, daemon.clients.remote
             await until(lambda: not remote.fetcher.under_way)
             pool.check_integrity()
-            held = set(pool._blocks)
+            held = {block.key for block in pool.blocks()}
             if daemon.clients.second is None:
                 assert set(daemon.clients.feed._held) == held
             assert pool.reservations(quarantined=False) == 0

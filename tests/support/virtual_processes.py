@@ -112,7 +112,8 @@ class Node:
             return
         self.process.kill()
         if self.clients is not None:
-            self.clients.pool.journal = NoJournal()
+            pool = self.clients.pool
+            pool._shelf.journal = pool._reservations.journal = NoJournal()
             if self.clients.second is not None:
                 volume = self.clients.second.tier.log._volume
                 volume.health.write_failed(OSError(errno.EIO, "killed"))  # writes nothing more

@@ -309,7 +309,7 @@ def test_whatever_happens_a_state_is_whole_or_gone_and_none_is_without_its_bound
         elif pins:
             pool.unpin(pins.pop(), [0] if number % 2 else [], reader=1, now_s=now_s)
         pool.check_integrity()
-        held = set(pool._blocks)
+        held = {block.key for block in pool.blocks()}
         assert held == feed
         for one in keys:
             pieces = [piece for piece in piece_keys(one, 2) if piece in held]

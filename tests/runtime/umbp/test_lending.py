@@ -34,7 +34,7 @@ async def test_what_is_lent_is_the_leading_run_and_stays_until_it_is_given_back(
     lent = await pool.lend(keys, deadline_s=5.0)
     assert (len(lent.parts), lent.outcome) == (3, Outcome.MISS)
     daemon.tier.evict(9)
-    (pin,) = daemon.clients.pool._pins.values()
+    (pin,) = daemon.clients.pool._readers.pins.values()
     first_s = pin.expires_s
     async with asyncio.timeout(20):
         while pin.expires_s < first_s + 2 * 0.4:  # its lease is renewed, again and again

@@ -82,7 +82,7 @@ def balanced(daemon):
     second.tier.log.check_integrity()
     writer = second.writer
     assert writer.offered == writer.kept + writer.dropped.total() + writer.queued
-    held = set(pool._blocks) | set(second.tier.keys())
+    held = {block.key for block in pool.blocks()} | set(second.tier.keys())
     assert set(daemon.clients.feed._held) == held
 
 
@@ -182,14 +182,14 @@ async def test_blocks_that_are_scattered_over_the_arena_go_both_ways(tmp_path):
         filler = keys_of(pool.total_pages, 1000)  # a page each; every other one is given back
         await client.store(filler, blocks_of(filler, 4096), deadline_s=SOON_S)
         for key in filler[::2]:
-            pool._drop(pool.block(key))
+            pool.drop(key, pool.block(key).generation)
         keys = keys_of(3)
         await client.store(keys, blocks_of(keys), deadline_s=SOON_S)
         assert all(len(pool.block(key).extents) == 3 for key in keys)
         client.used(keys)
         await written(daemon, keys)
         for key in keys:
-            pool._drop(pool.block(key))
+            pool.drop(key, pool.block(key).generation)
         into = targets(3)
         assert await client.load(keys, into, deadline_s=SOON_S) == (3, Outcome.HIT)
         assert into == blocks_of(keys)
