@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from kimi_operator.desired.pods import CONFIG_DIR
-from kimi_operator.desired.umbp import POOL_FILE
+from kimi_operator.desired.pool_files import POOL_FILE
 from kimi_operator.observed import ROLE_LABEL, ObjectKey
 from nano import DEPLOYMENT, NAMESPACE, POOLS, READY_S, ask, engines, router_url, scale, serving
 from nodes import Manifest, Nodes

@@ -12,6 +12,8 @@ from typing import Any
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.load import validated
 from kimi_operator.api.roles import RoleName
+from kimi_operator.changes import Delete, deletion
+from kimi_operator.daemons import next_daemon, pool_peers, pool_urls
 from kimi_operator.desired.effective import Effective, GetPreset, resolve
 from kimi_operator.desired.render import Rendered, render, revision_of
 from kimi_operator.desired.revision import Revision
@@ -22,8 +24,6 @@ from kimi_operator.presets.preset import load_preset
 from kimi_operator.revisions import (
     FAILED,
     numbered,
-    pool_addresses,
-    pool_peers,
     remembered,
     shape_of,
 )
@@ -50,7 +50,8 @@ class Decision:
     `wanted` are children in apply order; `kept` are children that are neither wanted nor pruned;
     `once` are created by POST alone; `seeds` are what an object is created as where that differs
     from what is applied; `scales` are the replicas the planner wants by KimiWorkers; `drain` are
-    the instances whose pods are marked. With `hands_off` only the status is written.
+    the instances whose pods are marked; `renewed` are pods to be deleted, so that they are made
+    anew. With `hands_off` only the status is written.
     """
 
     wanted: tuple[Manifest, ...]
@@ -63,6 +64,7 @@ class Decision:
     facts: Facts
     wait_s: float | None
     hands_off: bool
+    renewed: tuple[Delete, ...] = ()
 
 
 @dataclass
@@ -231,7 +233,7 @@ def _rendered(
         capabilities=observed.capabilities,
         update=step.target_revision if step.target_revision in known else update.name,
         history=_history(effective.deployment.spec, stored, update, in_use),
-        pools=pool_addresses(observed.children),
+        pools=pool_urls(observed.children),
         peers=pool_peers(observed.children),
         draining=step.drain | unrouted,
     )
@@ -318,7 +320,17 @@ def _decision(
         facts=facts,
         wait_s=min(waits, default=None),
         hands_off=spec.suspend == "Reconcile",
+        renewed=_renewed(spec, observed, step),
     )
+
+
+def _renewed(spec: DeploymentSpec, observed: Observed, step: Step) -> tuple[Delete, ...]:
+    """The pool's daemon whose turn it is; where a rollout is paused, none."""
+    if spec.kv_pool.update_strategy != "Coordinated" or spec.rollout.paused:
+        return ()
+    target, nodes = step.target_revision, observed.nodes
+    key = next_daemon(observed.children, observed.instances, nodes, target)
+    return () if key is None else (deletion(key, observed.children[key]),)
 
 
 def _role(workers: Manifest) -> RoleName:

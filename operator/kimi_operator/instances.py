@@ -171,7 +171,8 @@ def _container_failure(container: Manifest) -> tuple[str, str] | None:
     if reason == "CrashLoopBackOff" or (tries and last.get("exitCode")):
         how = f"it ends with exit code {last['exitCode']}" if "exitCode" in last else "it ends"
         why = f" ({last['reason']})" if last.get("reason") not in (None, "Error") else ""
-        return "CrashLoopBackOff", f"{how}{why}; kubectl logs --previous shows its last words"
+        words = last.get("message") or "kubectl logs --previous shows its last words"
+        return "CrashLoopBackOff", f"{how}{why}; {words}"
     if reason in BROKEN:
         return str(reason), waiting.get("message") or last.get("reason") or ""
     return None

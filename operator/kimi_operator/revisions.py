@@ -1,12 +1,12 @@
 """Kept revisions, as ControllerRevisions have them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kimi_operator.api.deployment import ROLES
 from kimi_operator.api.roles import RoleName
 from kimi_operator.desired.revision import Revision, from_controller_revision
 from kimi_operator.nodes import quantity
-from kimi_operator.observed import Manifest, ObjectKey
+from kimi_operator.observed import Manifest
 
 FAILED = "kimistack.dev/failed"
 """Annotation, "true": a rollout to this revision failed and was undone."""
@@ -64,30 +64,3 @@ def shape_of(revision: Revision, resources: Iterable[str]) -> dict[RoleName, int
         per_pod = sum(quantity(str(limit.get(name, 0))) for limit in limits for name in names)
         shape[role] = int(per_pod) * part.nodes
     return shape
-
-
-def pool_addresses(children: Mapping[ObjectKey, Manifest]) -> dict[str, str]:
-    """Addresses of the pool's ready daemons, by node."""
-    return {node: address for node, address, leaving in _daemons(children) if not leaving}
-
-
-def pool_peers(children: Mapping[ObjectKey, Manifest]) -> dict[str, str]:
-    """The same, and those that leave: what they have moves to the others, who must know them."""
-    ordered = sorted(_daemons(children), key=lambda one: not one[2])
-    return {node: address for node, address, _ in ordered}
-
-
-def _daemons(children: Mapping[ObjectKey, Manifest]) -> Iterator[tuple[str, str, bool]]:
-    """Node, address, and whether it leaves, of daemons that are ready or leave."""
-    for key, child in children.items():
-        labels = child["metadata"].get("labels") or {}
-        status = child.get("status") or {}
-        if key.kind != "Pod" or labels.get("app.kubernetes.io/component") != "umbp":
-            continue
-        ready = any(
-            condition["type"] == "Ready" and condition["status"] == "True"
-            for condition in status.get("conditions") or ()
-        )
-        leaving = "deletionTimestamp" in child["metadata"]
-        if status.get("podIP") and (ready or leaving):
-            yield child["spec"]["nodeName"], status["podIP"], leaving

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.conditions import Condition
+from kimi_operator.daemons import outdated_daemons
 from kimi_operator.eligibility import nodes_eligible
 from kimi_operator.instances import pod_failures
 from kimi_operator.observed import InstanceView, LostPod, Manifest, Observed
@@ -308,7 +309,7 @@ def _router_condition(facts: Facts, router: Manifest | None) -> Condition:
 
 def _pool_condition(facts: Facts, pool: Manifest | None) -> Condition:
     ready, want = count(pool, "numberReady"), count(pool, "desiredNumberScheduled")
-    text = f"{ready} of {want} nodes have the pool"
+    text = f"{ready} of {want} nodes have the pool{_outdated(facts)}"
     if pool is not None and want and ready >= want:
         return Condition("KVPoolReady", True, "Serving", text)
     why = _failure_of(facts.observed, "umbp")
@@ -318,6 +319,16 @@ def _pool_condition(facts: Facts, pool: Manifest | None) -> Condition:
             "has the label amd.com/gpu.device-id or feature.node.kubernetes.io/amd-gpu=true"
         )
     return Condition("KVPoolReady", False, "PoolNotReady", f"{text}{why}")
+
+
+def _outdated(facts: Facts) -> str:
+    """How many daemons are still of an earlier spec, and who replaces them."""
+    found = len(outdated_daemons(facts.observed.children))
+    if not found:
+        return ""
+    by_hand = facts.deployment.spec.kv_pool.update_strategy == "OnDelete"
+    how = "until their pods are deleted" if by_hand else "and are replaced one node at a time"
+    return f"; {found} are of an earlier spec {how}"
 
 
 def _refused_pods(workload: Manifest | None) -> str:

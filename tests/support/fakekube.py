@@ -494,6 +494,8 @@ class Controllers:
     kube: FakeKube
     ready: bool = True
     node: str = "node-1"
+    daemon_nodes: tuple[str, ...] = ()
+    """Where DaemonSets have pods; none: only their status says that they do."""
 
     def settle(self) -> None:
         """Make pods of StatefulSets, DaemonSets and Deployments, and their status; collect."""
@@ -502,7 +504,10 @@ class Controllers:
             if "deletionTimestamp" not in obj["metadata"]:
                 self._stateful_set(obj)
         for obj in self.kube.of_kind("DaemonSet"):
-            self._status(obj, desiredNumberScheduled=1, numberReady=int(self.ready))
+            for number, node in enumerate(self.daemon_nodes, 1):
+                self._pod(obj, node, node=node, address=f"10.0.1.{number}")
+            count = len(self.daemon_nodes) or 1
+            self._status(obj, desiredNumberScheduled=count, numberReady=count * self.ready)
         for obj in self.kube.of_kind("Deployment"):
             ready = obj["spec"]["replicas"] if self.ready else 0
             self._status(
@@ -520,7 +525,14 @@ class Controllers:
         for ordinal in range(replicas):
             self._pod(obj, ordinal)
 
-    def _pod(self, owner: Manifest, ordinal: int) -> None:
+    def _pod(
+        self,
+        owner: Manifest,
+        ordinal: int | str,
+        *,
+        node: str | None = None,
+        address: str = "10.0.0.1",
+    ) -> None:
         template = owner["spec"]["template"]
         name = f"{owner['metadata']['name']}-{ordinal}"
         namespace = owner["metadata"].get("namespace", "default")
@@ -540,7 +552,7 @@ class Controllers:
                 "namespace": namespace,
                 "ownerReferences": [reference],
             }
-            spec = {**ssa.cloned(template["spec"]), "nodeName": self.node}
+            spec = {**ssa.cloned(template["spec"]), "nodeName": node or self.node}
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
             self.kube.put(pod, "statefulset-controller")
         condition = {
@@ -549,7 +561,7 @@ class Controllers:
             "lastTransitionTime": CREATED,
         }
         phase = "Running" if self.ready else "Pending"
-        status = {"phase": phase, "podIP": "10.0.0.1", "conditions": [condition]}
+        status = {"phase": phase, "podIP": address, "conditions": [condition]}
         self.kube.edit(key, {"status": status}, "kubelet", subresource="status")
 
     def _status(self, obj: Manifest, **status: Any) -> None:

@@ -67,6 +67,16 @@ def _external(render: str, **scaling: Any) -> Spec:
 CASES = (
     Case("nano", {"preset": "kimi-nano/cpu"}),
     Case("nano-1.20", {"preset": "kimi-nano/cpu"}, K8S_1_20),
+    Case(
+        "nano-tls",
+        {
+            "preset": "kimi-nano/cpu",
+            "prefill": {},
+            "decode": {},
+            "kvPool": {"dram": "128MiB"},
+            "security": {"tlsSecretName": "pool-tls"},
+        },
+    ),
     Case("nano-shm", {"preset": "kimi-nano/cpu", "transfer": {"backend": "shm"}}),
     Case(
         "nano-verbs-host-network",

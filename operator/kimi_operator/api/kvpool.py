@@ -90,8 +90,9 @@ class KvPool(ApiModel):
     )
     update_strategy: Literal["OnDelete", "Coordinated"] = Field(
         "Coordinated",
-        description="Coordinated: a node's daemon is replaced together with its engines' drain. "
-        "OnDelete: when its pod is deleted.",
+        description="When a node's daemon gets what changed in the spec. Coordinated: one node at "
+        "a time, each once none of its engines is still to be replaced. OnDelete: when its pod is "
+        "deleted.",
     )
 
     rules: ClassVar = (

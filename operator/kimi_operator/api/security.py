@@ -23,8 +23,11 @@ class Security(ApiModel):
     )
     tls_secret_name: Name | None = Field(
         None,
-        description="Secret of type kubernetes.io/tls for calls between nodes (cert-manager "
-        "writes one); none: the operator makes a certificate.",
+        description="Secret of type kubernetes.io/tls, with ca.crt, by which the KV pool's daemons "
+        "encrypt their HTTP and gRPC (cert-manager writes one). The certificate is made out to "
+        "NAME-umbp.NAMESPACE.svc (of this deployment), for servers and for clients. None: these "
+        "calls are signed, not encrypted. In either case so are calls of routers to engines, KV on "
+        "its way between nodes is not encrypted, and the router serves its clients plain HTTP.",
     )
     network_policy: Literal["Enabled", "Disabled"] = Field(
         "Enabled", description="Enabled: only the router is reached from outside the deployment."

@@ -8,6 +8,8 @@ from kimi_operator.api.roles import RoleName
 from kimi_operator.desired.dashboard import dashboard, own_series
 from kimi_operator.desired.labels import COMPONENT_LABEL, Owner, metadata_of
 from kimi_operator.desired.left_out import LeftOut
+from kimi_operator.desired.names import pool_host
+from kimi_operator.desired.pool_tls import CA
 from kimi_operator.observed import (
     DEPLOYMENT_LABEL,
     REVISION_LABEL,
@@ -43,9 +45,12 @@ METRIC_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def monitors(
-    owner: Owner, spec: DeploymentSpec, capabilities: Capabilities
+    owner: Owner, spec: DeploymentSpec, capabilities: Capabilities, tls: str | None = None
 ) -> tuple[list[Manifest], list[LeftOut]]:
-    """PodMonitor, PrometheusRule and dashboard, as far as they are wanted and can be written."""
+    """PodMonitor, PrometheusRule and dashboard, as far as they are wanted and can be written.
+
+    `tls` is the Secret by which the pool's daemons encrypt; None: they do not.
+    """
     wanted = spec.observability
     found: list[Manifest] = []
     missing: list[LeftOut] = []
@@ -58,15 +63,21 @@ def monitors(
         if asked != "Auto":
             continue
         if capabilities.serves(kind):
-            found.append(build(owner, spec))
+            found.append(build(owner, spec, tls))
         else:
             missing.append(LeftOut(f"{kind.rpartition('/')[2]} {owner.name}", NOT_INSTALLED))
     return found, missing
 
 
-def pod_monitor(owner: Owner, spec: DeploymentSpec) -> Manifest:
-    """Scrapes every pod's port `http`."""
+def pod_monitor(owner: Owner, spec: DeploymentSpec, tls: str | None = None) -> Manifest:
+    """Scrapes every pod's port `http`, and `https` where the pool's daemons encrypt by `tls`."""
     del spec
+    scraped: Manifest = {"path": "/metrics", "interval": "15s"}
+    endpoints = [{"port": "http", **scraped}]
+    if tls is not None:
+        host = pool_host(owner.name, owner.namespace)
+        trusted = {"ca": {"secret": {"name": tls, "key": CA}}, "serverName": host}
+        endpoints.append({"port": "https", "scheme": "https", **scraped, "tlsConfig": trusted})
     return {
         "apiVersion": POD_MONITOR.rpartition("/")[0],
         "kind": "PodMonitor",
@@ -75,14 +86,15 @@ def pod_monitor(owner: Owner, spec: DeploymentSpec) -> Manifest:
             "selector": {"matchLabels": {DEPLOYMENT_LABEL: owner.name}},
             "namespaceSelector": {"matchNames": [owner.namespace]},
             "podTargetLabels": [DEPLOYMENT_LABEL, ROLE_LABEL, REVISION_LABEL, COMPONENT_LABEL],
-            "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s"}],
+            "podMetricsEndpoints": endpoints,
         },
     }
 
 
-def prometheus_rule(owner: Owner, spec: DeploymentSpec) -> Manifest:
+def prometheus_rule(owner: Owner, spec: DeploymentSpec, tls: str | None = None) -> Manifest:
     """Alerts that call for a person, each with what to look at."""
-    group = {"name": f"kimistack-{owner.name}", "rules": alerts(owner, spec)}
+    rules = [*alerts(owner, spec), *([_certificate_alert(owner, tls)] if tls else [])]
+    group = {"name": f"kimistack-{owner.name}", "rules": rules}
     return {
         "apiVersion": PROMETHEUS_RULE.rpartition("/")[0],
         "kind": "PrometheusRule",
@@ -142,6 +154,17 @@ def alerts(owner: Owner, spec: DeploymentSpec) -> list[Manifest]:
     for name, role in spec.roles():
         found += _latency_alerts(own, name, role.scaling.targets)
     return found
+
+
+def _certificate_alert(owner: Owner, tls: str) -> Manifest:
+    """Sooner than cert-manager renews would be noise: it does so in the last third of the time."""
+    return _alert(
+        "CertificateEnds",
+        f"min(kimistack_umbp_certificate_days_left{{{own_series(owner)}}}) < 7",
+        "1h",
+        "warning",
+        f"A pool daemon's certificate ends within a week: renew Secret {tls}.",
+    )
 
 
 def _worker_alerts(own: str) -> list[Manifest]:

@@ -42,6 +42,11 @@ def pool_name(deployment: str) -> str:
     return f"{deployment}-umbp"
 
 
+def pool_host(deployment: str, namespace: str) -> str:
+    """What the certificate of the pool's daemons is made out to: their Service."""
+    return f"{pool_name(deployment)}.{namespace}.svc"
+
+
 def peers_name(deployment: str) -> str:
     """Of the ConfigMap that tells the pool's daemons of each other."""
     return f"{deployment}-umbp-peers"

@@ -10,7 +10,7 @@ from typing import Any
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.desired.labels import COMPONENT_LABEL, Component, Owner, metadata_of, selector_of
 from kimi_operator.desired.names import engine_name, pool_name, router_name
-from kimi_operator.desired.umbp import POOL_PORT
+from kimi_operator.desired.pool_files import POOL_PORT
 from kimi_operator.observed import DEPLOYMENT_LABEL, Manifest
 
 HTTP_ROUTE = "gateway.networking.k8s.io/v1/HTTPRoute"
@@ -86,7 +86,7 @@ def policies(
         # engines talk to their node's daemon through its socket, not through the network
         callers = [_peer(owner, "router"), _peer(owner, "umbp"), _scraper()]
         rules: list[Rule] = [{"from": callers, "ports": [_tcp(POOL_PORT)]}]
-        between = [_tcp(port) for name, port in sorted(pool.items()) if name != "http"]
+        between = [_tcp(port) for _, port in sorted(pool.items()) if port != POOL_PORT]
         if between:  # peers ask and are read from; others have no business there
             rules.append({"from": [_peer(owner, "umbp")], "ports": between})
         out = [_dns(), {"to": [_peer(owner, "umbp")]}]

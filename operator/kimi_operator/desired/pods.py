@@ -1,7 +1,7 @@
 """Parts of a pod that every component's pod has."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.pods import Drain, Resources
@@ -124,10 +124,18 @@ def drain_volume() -> Manifest:
     return {"name": "drain", "downwardAPI": {"items": [{"path": DRAIN_FILE, "fieldRef": mark}]}}
 
 
-def http_probe(path: str, *, period_s: float, timeout_s: float, failures: int) -> Manifest:
-    """A probe of port `http`."""
+def http_probe(
+    path: str,
+    *,
+    period_s: float,
+    timeout_s: float,
+    failures: int,
+    scheme: Literal["http", "https"] = "http",
+) -> Manifest:
+    """A probe of the port of that name. Of one by https the kubelet checks no certificate."""
+    encrypted = {"scheme": "HTTPS"} if scheme == "https" else {}
     return {
-        "httpGet": {"path": path, "port": "http"},
+        "httpGet": {"path": path, "port": scheme, **encrypted},
         "periodSeconds": max(1, round(period_s)),
         "timeoutSeconds": max(1, round(timeout_s)),
         "failureThreshold": failures,

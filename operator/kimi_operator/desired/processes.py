@@ -11,7 +11,7 @@ from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import transfer_network
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.policy import policy_of, session_admission_of
-from kimi_operator.desired.umbp import granted, has_peers, ssd_log
+from kimi_operator.desired.pool_files import granted, has_peers, ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import (
     Cost,

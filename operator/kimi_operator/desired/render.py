@@ -12,6 +12,7 @@ from kimi_operator.desired.labels import Component, Owner
 from kimi_operator.desired.left_out import LeftOut, Obstacle, obstacles
 from kimi_operator.desired.names import peers_name, router_name
 from kimi_operator.desired.pods import config_map
+from kimi_operator.desired.pool_files import peers_file
 from kimi_operator.desired.revision import (
     Frozen,
     Revision,
@@ -25,9 +26,8 @@ from kimi_operator.desired.router import (
     router_files,
 )
 from kimi_operator.desired.umbp import (
-    POOL_PORT,
+    encrypts,
     frozen_pool,
-    peers_file,
     pool_objects,
     pool_roles,
 )
@@ -118,7 +118,7 @@ def render(
 
     `revisions` by name are those of `instances` and the one named `update` (None: the only one, or
     what the spec alone asks for), whose router and pool are rendered. `history` are the revisions
-    to keep, oldest first; none: `revisions`. `pools` are addresses of the pool's daemons by node,
+    to keep, oldest first; none: `revisions`. `pools` are urls of the pool's daemons by node,
     `peers` of those that other daemons know, None: the same;
     `draining` are instances no router plans onto any more. Raises ConfigError for an instance whose
     revision is not among them.
@@ -155,6 +155,8 @@ class _Rendering:
         self.update = self._revision(update, "the update")
         self.obstacles = obstacles(effective, capabilities)
         self.left_out: list[LeftOut] = []
+        self.tls: str | None = None
+        """The Secret by which the pool's daemons encrypt."""
 
     def all(self, history: Sequence[Revision]) -> Rendered:
         """Objects in the order in which each finds what it refers to."""
@@ -162,8 +164,10 @@ class _Rendering:
         has_pool = "umbp" in self.update.templates
         if spec.kv_pool.enabled and not has_pool and spec.engine != "kimistack":
             self._leave(f"kvPool of {owner.name}", f"{spec.engine} has no connector for it")
-        if spec.security.tls_secret_name is not None:
-            self._leave("security.tlsSecretName", "calls between pods are signed, not encrypted")
+        self.tls = spec.security.tls_secret_name
+        if self.tls is not None and not encrypts(self.update.templates.get("umbp")):
+            self.tls = None
+            self._leave("security.tlsSecretName", self._why_no_tls(has_pool))
         manifests = [
             *security.service_accounts(owner, spec, pool=has_pool),
             security.call_key_secret(owner),
@@ -182,6 +186,12 @@ class _Rendering:
             *self._monitors(),
         ]
         return Rendered(tuple(manifests), tuple(self.left_out), self.obstacles)
+
+    def _why_no_tls(self, has_pool: bool) -> str:
+        what = "calls between pods are signed, not encrypted"
+        if has_pool:
+            return f"the pool of revision {self.update.name} was made without it; {what}"
+        return f"it is for the daemons of a KV pool, and there is none; {what}"
 
     def _leave(self, what: str, reason: str) -> None:
         self.left_out.append(LeftOut(what, reason))
@@ -232,11 +242,8 @@ class _Rendering:
         wake_s = self.spec.router.request_timeout if sleeps else None
         return router_files(owner, self.update.templates["router"], workers, pools, wake_s)
 
-    def _endpoints(self, addresses: Mapping[str, str]) -> list[PoolEndpoint]:
-        return [
-            PoolEndpoint(name=node, url=f"http://{_bracketed(address)}:{POOL_PORT}")
-            for node, address in sorted(addresses.items())
-        ]
+    def _endpoints(self, urls: Mapping[str, str]) -> list[PoolEndpoint]:
+        return [PoolEndpoint(name=node, url=url) for node, url in sorted(urls.items())]
 
     def _history(self, history: Sequence[Revision]) -> list[Manifest]:
         kept = history or tuple(self.revisions.values())
@@ -320,7 +327,7 @@ class _Rendering:
         return self._kept(route)
 
     def _monitors(self) -> list[Manifest]:
-        found, missing = monitoring.monitors(self.owner, self.spec, self.capabilities)
+        found, missing = monitoring.monitors(self.owner, self.spec, self.capabilities, self.tls)
         self.left_out += missing
         return found
 
@@ -331,10 +338,6 @@ class _Rendering:
         if rendered is None:
             return []
         return rendered if isinstance(rendered, list) else [rendered]
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def rendered(

@@ -99,7 +99,10 @@ def fingerprint(written: Tree, component: str, roles: Collection[str]) -> str:
     """
     others = (*NOT_IN_PODS, *ROLES, "router", "security")
     shared = {key: value for key, value in written.items() if key not in others}
-    shared["security"] = _without(written.get("security", {}), ("networkPolicy",))
+    secured = written.get("security", {})
+    shared["security"] = _without(secured, ("networkPolicy", "tlsSecretName"))
+    if component not in ROLES and secured.get("tlsSecretName"):
+        shared["poolTls"] = secured["tlsSecretName"]
     shared["logLevel"] = written.get("observability", {}).get("logLevel")
     if component != "umbp" and "kvPool" in shared:
         shared["kvPool"] = _without(shared["kvPool"], POOL_ALONE)

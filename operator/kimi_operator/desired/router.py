@@ -7,16 +7,17 @@ pools come and go; they are in a second file, which running routers read again w
 import json
 from collections.abc import Sequence
 
-from kimi_operator.desired import pods, security, weights
+from kimi_operator.desired import pods, pool_tls, security, weights
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE
 from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
-from kimi_operator.desired.names import config_name, digest_of, router_name
+from kimi_operator.desired.names import config_name, digest_of, pool_host, router_name
 from kimi_operator.desired.placement import place_router
 from kimi_operator.desired.policy import policy_of, session_admission_of
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.desired.spec_files import spec_file
+from kimi_operator.desired.umbp import pool_roles
 from kimi_operator.observed import Manifest
 from kimi_runtime.spec.router import (
     FleetSpec,
@@ -82,7 +83,15 @@ def _spec_file(effective: Effective, vocabulary: str | None) -> str:
     }
     if router.session_admission is not None:  # images before 0.3 do not know it
         data["sessions"] = session_admission_of(router)
+    if _pool_secret(effective) is not None:
+        host = pool_host(deployment.name, Owner.of(deployment).namespace)
+        data |= {"pools_ca": pool_tls.CA_FILE, "pools_name": host}
     return spec_file(RouterSpec.model_validate(data))
+
+
+def _pool_secret(effective: Effective) -> str | None:
+    """The Secret with the authority of the pool's daemons, where there are any that encrypt."""
+    return effective.deployment.spec.security.tls_secret_name if pool_roles(effective) else None
 
 
 def _pod(
@@ -114,11 +123,12 @@ def _pod(
         pods.scratch("tmp"),
         *model.volumes,
     ]
+    first: list[Manifest] = []
     if model.gate:
         gate = next(name for name, data in configs.items() if weights.GATE_FILE in data)
         volumes.append(pods.config_volume("gate", gate))
         mount = {"name": "gate", "mountPath": weights.GATE_DIR, "readOnly": True}
-        pod["initContainers"] = [
+        first.append(
             {
                 "name": "model",
                 **common,
@@ -126,7 +136,13 @@ def _pod(
                 "args": list(model.gate),
                 "volumeMounts": [mount, *model.gate_mounts],
             }
-        ]
+        )
+    tls = _pool_secret(effective)
+    if tls is not None:
+        volumes.append(pool_tls.volume(tls, pool_tls.ROUTER_KEYS))
+        first.append(pool_tls.gate(owner, tls, pool_tls.ROUTER_KEYS, common))
+    if first:
+        pod["initContainers"] = first
     if spec.router.api_keys_secret_ref is not None:
         ref = spec.router.api_keys_secret_ref
         items = [{"key": ref.key, "path": "keys"}]
@@ -146,6 +162,8 @@ def _container(effective: Effective, model: weights.ModelFiles) -> Manifest:
     ]
     if spec.router.api_keys_secret_ref is not None:
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
+    if _pool_secret(effective) is not None:
+        mounts.append(pool_tls.mount())
     script = _WITH_FILES % spec.router.nofile
     file = f"{pods.CONFIG_DIR}/{ROUTER_FILE}"
     generated = {

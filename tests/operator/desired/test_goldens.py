@@ -66,7 +66,7 @@ def test_an_object_comes_after_what_it_refers_to(case: Case):
         seen.add(ObjectKey.of(manifest))
 
 
-OF_THE_USER = {"weights", "hub", "kimi-api-keys"}
+OF_THE_USER = {"weights", "hub", "kimi-api-keys", "pool-tls"}
 
 
 def references(manifest: Manifest) -> list[tuple[str, str, str]]:

@@ -403,13 +403,13 @@ def test_the_routers_file_has_the_pools_there_are_and_no_draining_worker():
         revisions={revision.name: revision},
         instances=instances,
         capabilities=K8S_CURRENT,
-        pools={"node-1": "10.0.0.1", "node-2": "fd00::1"},
+        pools={"node-1": "http://10.0.0.1:8100", "node-2": "https://[fd00::1]:8100"},
         draining=frozenset(instances[:1]),
     )
     file = of_kind(result.manifests, "ConfigMap")["kimi-router"]["data"]["fleet.json"]
     router = FleetSpec.model_validate_json(file)
     assert [w.name for w in router.workers] == [f"kimi-p-{revision.name}-1-0"]
-    assert [p.url for p in router.pools] == ["http://10.0.0.1:8100", "http://[fd00::1]:8100"]
+    assert [p.url for p in router.pools] == ["http://10.0.0.1:8100", "https://[fd00::1]:8100"]
     assert len(of_kind(result.manifests, "StatefulSet")) == 2
 
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from kimi_operator.daemons import pool_peers, pool_urls
 from kimi_operator.desired.effective import resolve
 from kimi_operator.desired.render import instances_of, render, revision_of
 from kimi_operator.desired.revision import Revision, fingerprint
 from kimi_operator.observed import K8S_CURRENT, ObjectKey
 from kimi_operator.presets.preset import load_preset
-from kimi_operator.revisions import pool_addresses, pool_peers
 from kimi_runtime.settings import read_settings
 from kimi_runtime.spec.router import FleetSpec
 from kimi_runtime.spec.umbp import UmbpSpec
@@ -50,7 +50,7 @@ def file_of(found):
 
 
 def test_every_daemon_is_told_of_every_other_by_a_file_that_changes():
-    pools = {"node-b": "10.0.0.2", "node-a": "fd00::1"}
+    pools = {"node-b": "http://10.0.0.2:8100", "node-a": "http://[fd00::1]:8100"}
     found = objects(effective_of(), pools=pools)
     told = FleetSpec.model_validate_json(
         found["ConfigMap", "kimi-umbp-peers"]["data"]["peers.json"]
@@ -64,7 +64,7 @@ def test_every_daemon_is_told_of_every_other_by_a_file_that_changes():
     volume = next(v for v in pod["volumes"] if v["name"] == "peers")
     assert volume["configMap"]["name"] == "kimi-umbp-peers"
     assert str(file_of(found).peers_file) == f"{mount['mountPath']}/peers.json"
-    more = objects(effective_of(), pools={**pools, "node-c": "10.0.0.3"})
+    more = objects(effective_of(), pools={**pools, "node-c": "http://10.0.0.3:8100"})
     assert more["DaemonSet", "kimi-umbp"] == found["DaemonSet", "kimi-umbp"]
 
 
@@ -183,5 +183,6 @@ def test_a_daemon_that_goes_is_known_to_its_peers_and_no_longer_to_routers():
             pod("d", ip="10.0.0.5"),
         ]
     )
-    assert pool_addresses(children) == {"a": "10.0.0.1", "d": "10.0.0.5"}
-    assert pool_peers(children) == {"a": "10.0.0.1", "b": "10.0.0.2", "d": "10.0.0.5"}
+    a, b, d = (f"http://10.0.0.{n}:8100" for n in (1, 2, 5))
+    assert pool_urls(children) == {"a": a, "d": d}
+    assert pool_peers(children) == {"a": a, "b": b, "d": d}

@@ -1,0 +1,125 @@
+"""The pool's daemons as their pods show them: where each is, and which is replaced next. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from kimi_operator.desired.labels import COMPONENT_LABEL
+from kimi_operator.desired.pool_files import POOL_PORT
+from kimi_operator.desired.umbp import DAEMON_ANNOTATION
+from kimi_operator.observed import InstanceView, Manifest, NodeView, ObjectKey
+
+Children = Mapping[ObjectKey, Manifest]
+
+
+def pool_urls(children: Children) -> dict[str, str]:
+    """Where the pool's ready daemons are, by node: each with the scheme that it speaks itself."""
+    return {node: url for node, url, leaving in _reachable(children) if not leaving}
+
+
+def pool_peers(children: Children) -> dict[str, str]:
+    """The same, and those that leave: what they have moves to the others, who must know them."""
+    ordered = sorted(_reachable(children), key=lambda one: not one[2])
+    return {node: url for node, url, _ in ordered}
+
+
+def outdated_daemons(children: Children) -> tuple[ObjectKey, ...]:
+    """Pods made from another template than the DaemonSet has by now, by node."""
+    pool = _pool(children)
+    if pool is None:
+        return ()
+    wanted = _mark(pool["spec"]["template"])
+    found = [(_node(pod), key) for key, pod in _pods(children) if _mark(pod) != wanted]
+    return tuple(key for _, key in sorted(found))
+
+
+def next_daemon(
+    children: Children,
+    instances: Iterable[InstanceView],
+    nodes: Iterable[NodeView] | None,
+    target_revision: str,
+) -> ObjectKey | None:
+    """The pod to delete, so that its DaemonSet makes it anew; None: none, or none yet.
+
+    One node at a time: every other daemon is there and ready, but for those of nodes that are lost.
+    A node's turn comes once no engine there is still to be replaced, so that it goes along with the
+    drain of the last one. A daemon that does not work is of no use to any: it is first in line.
+    """
+    pool = _pool(children)
+    outdated = outdated_daemons(children)
+    if pool is None or not outdated or not _settled(pool, children):
+        return None
+    lost = {node.name for node in nodes or () if not node.ready}
+    here = {key: pod for key, pod in _pods(children) if _node(pod) not in lost}
+    if any(_leaves(pod) for pod in here.values()):
+        return None
+    if not all(_is_ready(pod) for key, pod in here.items() if key not in outdated):
+        return None
+    in_use = {
+        node
+        for one in instances
+        if one.id.revision != target_revision and not (one.draining or one.terminating)
+        for node in one.nodes
+    }
+    broken = [key for key in outdated if key in here and not _is_ready(here[key])]
+    idle = [key for key in outdated if key in here and _node(here[key]) not in in_use]
+    return next(iter([*broken, *idle]), None)
+
+
+def _settled(pool: Manifest, children: Children) -> bool:
+    """Whether the DaemonSet's controller has made every pod of the template there is now."""
+    status = pool.get("status") or {}
+    if status.get("observedGeneration", 0) < pool["metadata"].get("generation", 0):
+        return False
+    return sum(1 for _ in _pods(children)) >= int(status.get("desiredNumberScheduled", 0))
+
+
+def _pool(children: Children) -> Manifest | None:
+    found = [child for key, child in children.items() if key.kind == "DaemonSet"]
+    return next((one for one in found if _is_pool(one) and not _leaves(one)), None)
+
+
+def _pods(children: Children) -> Iterator[tuple[ObjectKey, Manifest]]:
+    """The daemons' pods that are on a node."""
+    for key, child in children.items():
+        if key.kind == "Pod" and _is_pool(child) and child["spec"].get("nodeName"):
+            yield key, child
+
+
+def _reachable(children: Children) -> Iterator[tuple[str, str, bool]]:
+    """Node, url, and whether it leaves, of daemons that are ready or leave."""
+    for _, pod in _pods(children):
+        leaving = _leaves(pod)
+        if (pod.get("status") or {}).get("podIP") and (leaving or _is_ready(pod)):
+            yield _node(pod), _url(pod), leaving
+
+
+def _url(pod: Manifest) -> str:
+    """While TLS comes or goes, only the pod itself says what its daemon speaks."""
+    address = pod["status"]["podIP"]
+    host = f"[{address}]" if ":" in address else address
+    ports = [port for one in pod["spec"].get("containers") or () for port in one.get("ports") or ()]
+    encrypted = any(port.get("name") == "https" for port in ports)
+    return f"{'https' if encrypted else 'http'}://{host}:{POOL_PORT}"
+
+
+def _is_pool(child: Manifest) -> bool:
+    return (child["metadata"].get("labels") or {}).get(COMPONENT_LABEL) == "umbp"
+
+
+def _mark(template: Manifest) -> str | None:
+    found = (template.get("metadata") or {}).get("annotations") or {}
+    return found.get(DAEMON_ANNOTATION)
+
+
+def _node(pod: Manifest) -> str:
+    return str(pod["spec"]["nodeName"])
+
+
+def _leaves(child: Manifest) -> bool:
+    return "deletionTimestamp" in child["metadata"]
+
+
+def _is_ready(pod: Manifest) -> bool:
+    return any(
+        condition["type"] == "Ready" and condition["status"] == "True"
+        for condition in (pod.get("status") or {}).get("conditions") or ()
+    )

@@ -1,0 +1,162 @@
+"""Daemons and a router that start from what the operator writes for a Secret of certificates."""
+
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from certificates import Authority, needs_openssl
+from kimi_connect.wire import Outcome
+from kimi_operator.desired.effective import resolve
+from kimi_operator.desired.pool_tls import CA, CERTIFICATE, KEY, TLS_DIR
+from kimi_operator.desired.render import instances_of, render, revision_of
+from kimi_operator.observed import K8S_CURRENT
+from kimi_operator.presets.preset import load_preset
+from kimi_runtime.router.service import open_router
+from kimi_runtime.settings import read_settings
+from kimi_runtime.spec.router import RouterSpec
+from kimi_runtime.spec.umbp import UmbpSpec
+from kimi_runtime.umbp.client import open_pool
+from kimi_runtime.umbp.daemon import running
+from kimi_runtime.umbp.feed import FollowState
+from pool_daemon import CALL_KEY, blocks_of, keys_of, targets
+from pool_peers import SOON_S, knows, owner_of, until
+from render_cases import deployment
+from scripted_stack import VOCABULARY
+
+pytestmark = needs_openssl
+
+SPEC = {
+    "preset": "kimi-nano/cpu",
+    "kvPool": {"dram": "1MiB", "page": "4KiB"},
+    "security": {"tlsSecretName": "pool-tls"},
+}
+HOST = "kimi-umbp.llm.svc"
+
+
+def rendered_files(pools: dict[str, str]) -> dict[str, str]:
+    """Every file of every ConfigMap, with the daemons at these urls by node."""
+    meta = {"name": "kimi", "namespace": "llm", "uid": "u"}
+    effective = resolve(deployment(SPEC, meta), load_preset, "test")
+    revision = revision_of(effective)
+    result = render(
+        effective,
+        revisions={revision.name: revision},
+        instances=instances_of(effective.deployment.spec, revision.name),
+        capabilities=K8S_CURRENT,
+        pools=pools,
+    )
+    maps = [m["data"] for m in result.manifests if m["kind"] == "ConfigMap"]
+    return {name: text for data in maps for name, text in data.items()}
+
+
+class Pod:
+    """A folder with what the kubelet would mount; rendered paths lead into it."""
+
+    def __init__(self, folder: Path, authority: Authority, host: str = f"DNS:{HOST}") -> None:
+        self.folder = folder
+        folder.mkdir()
+        issued = authority.issue(folder / "issued", host=host)
+        secret = self.at(TLS_DIR)
+        secret.mkdir(parents=True)
+        for file, key in ((issued.certificate, CERTIFICATE), (issued.key, KEY), (issued.ca, CA)):
+            (secret / key).write_bytes(file.read_bytes())
+        self.put("/etc/kimistack-keys/call-key", CALL_KEY.decode())
+        self.at("/etc/kimistack-keys/call-key").chmod(0o600)
+        self.at("/run/kimistack").mkdir(parents=True)
+
+    def at(self, path: str) -> Path:
+        """Where a pod's path is on this machine."""
+        return self.folder / path.lstrip("/")
+
+    def put(self, path: str, text: str) -> None:
+        """Write a file as the kubelet does: as a whole."""
+        there = self.at(path)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        (there.parent / "new").write_text(text)
+        (there.parent / "new").rename(there)
+
+    def read(self, text: str) -> dict[str, object]:
+        """A rendered file with the pod's paths as they are here."""
+        spec = json.loads(text)
+        return {name: self._moved(value) for name, value in spec.items()}
+
+    def _moved(self, value):
+        if isinstance(value, dict):
+            return {name: self._moved(one) for name, one in value.items()}
+        is_path = isinstance(value, str) and value.startswith(("/etc/", "/run/"))
+        return str(self.at(value)) if is_path else value
+
+
+@asynccontextmanager
+async def daemon_of(pod: Pod, node: str):
+    """The daemon of a node from its rendered file, at ports of this machine; and a client."""
+    fields = pod.read(rendered_files({})["umbp.json"])
+    ports = {"port": 0, "network": {"port": 0}, "evict_above": 1.0, "evict_to": 1.0}
+    settings = read_settings({"KIMISTACK_HOST": "127.0.0.1", "KIMISTACK_NAME": node})
+    spec = settings.onto(UmbpSpec.model_validate(fields | ports))
+    async with running(spec) as daemon:
+        client = await open_pool(daemon.spec.socket, CALL_KEY)
+        try:
+            yield daemon, client
+        finally:
+            await client.aclose()
+
+
+def tell(pod: Pod, pools: dict[str, str]) -> None:
+    """What the operator tells a pod of the daemons there are."""
+    files = rendered_files(pools)
+    pod.put("/etc/kimistack-peers/peers.json", files["peers.json"])
+    fleet = json.loads(files["fleet.json"]) | {"workers": []}
+    pod.put("/etc/kimistack/fleet.json", json.dumps(fleet))
+
+
+async def test_rendered_daemons_and_router_serve_each_other_over_tls_and_refuse_strangers(
+    tmp_path, caplog
+):
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    a, b, router = (Pod(tmp_path / name, ours) for name in ("a", "b", "router"))
+    stranger = Pod(tmp_path / "c", theirs)
+    misnamed = Pod(tmp_path / "d", ours, "DNS:another-umbp.llm.svc")
+    async with (
+        daemon_of(a, "node-a") as (daemon_a, at_a),
+        daemon_of(b, "node-b") as (daemon_b, at_b),
+        daemon_of(stranger, "node-c") as (daemon_c, _),
+        daemon_of(misnamed, "node-d") as (daemon_d, _),
+    ):
+        daemons = {"a": daemon_a, "b": daemon_b, "c": daemon_c, "d": daemon_d}
+        pools = {f"node-{name}": daemon.url for name, daemon in daemons.items()}
+        assert {url.partition(":")[0] for url in pools.values()} == {"https"}
+        for pod in (a, b, router):
+            tell(pod, pools)
+        keys, into = keys_of(3), targets(3)
+        await at_a.store(keys, blocks_of(keys), deadline_s=SOON_S)
+        await until(lambda: owner_of_or_none(daemon_b, "node-a") is not None)
+        await knows(daemon_b, "node-a", 3)
+        assert await at_b.load(keys, into, deadline_s=SOON_S) == (3, Outcome.HIT)
+        assert into == blocks_of(keys)
+        for name in ("node-c", "node-d"):
+            why = f"the feed of {name} is lost: {name} at {pools[name]} shows a certificate that"
+            await until(lambda why=why: why in caplog.text)
+            assert owner_of(daemon_b, name).blocks == {}
+        spec = RouterSpec.model_validate(router.read(rendered_files(pools)["router.json"]))
+        assert spec.pools_name == HOST
+        async with open_router(spec, VOCABULARY) as routing:
+            feeds = routing.feeds
+            await until(lambda: feeds.states().get("node-a") is FollowState.EXACT)
+            await until(lambda: feeds.keys_held()["node-a"] == 3)
+            await until(lambda: len(_lost(caplog)) == 2)
+            assert feeds.keys_held()["node-c"] == feeds.keys_held()["node-d"] == 0
+        lost = _lost(caplog)
+        assert "certificate verify failed" in lost["node-c"]
+        assert f"not valid for '{HOST}'" in lost["node-d"]
+        assert all("shows a certificate that is not trusted" in why for why in lost.values())
+
+
+def owner_of_or_none(daemon, name):
+    return daemon.clients.remote.owners.named(name)
+
+
+def _lost(caplog) -> dict[str, str]:
+    """Why the router follows an owner no more, by its name."""
+    found = [record.fields for record in caplog.records if record.message == "feed lost"]
+    return {fields["owner"]: fields["why"] for fields in found}
