@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, TypeVar
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from kimi_runtime.router.cost.planner import Planner
-from kimi_runtime.router.discovery import Fleet, Member
+from kimi_runtime.router.discovery import Fleet, Member, Seer
 from kimi_runtime.router.follow import Feeds
-from kimi_runtime.router.insight import Facts, Insight
-from kimi_runtime.router.ledger import Ledger, Load
+from kimi_runtime.router.insight import Insight
+from kimi_runtime.router.ledger import Ledger
 from kimi_runtime.router.policies.cost import CostPolicy
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.router.view import KvSource, RequestView, WorkerView
@@ -111,6 +111,12 @@ class State:
             assert member.info is not None
             self.ledger.report(member.name, report, now_s=now_s)
             self.insight.reported(member.info, report, now_s=now_s)
+            self.fleet.prepare(member.name, self._seer(0, now_s), now_s=now_s)
+
+    def _seer(self, need_tokens: int, now_s: float) -> Seer:
+        """Like the router's."""
+        held = self.feeds.held
+        return partial(self.insight.all_facts, held=held, need_tokens=need_tokens, now_s=now_s)
 
     def look(
         self, asked: RequestView, keys: Sequence[bytes], *, now_s: float
@@ -121,13 +127,9 @@ class State:
             fleet.geometries, {GEOMETRY: keys}, fleet.nodes, fleet.state_pieces
         )
         insight.promised((), found.own, now_s=now_s)
-
-        def facts(info: WorkerInfo, load: Load) -> Facts:
-            held = self.feeds.held(info.name)
-            return insight.facts(info, load, held=held, need_tokens=PROMPT, now_s=now_s)
-
+        seer = self._seer(PROMPT, now_s)
         views = fleet.views(
-            found.own, found.pooled, facts, now_s=now_s, checkpoints=found.checkpoints
+            found.own, found.pooled, seer, now_s=now_s, checkpoints=found.checkpoints
         )
         return insight.request(asked, (), found.own, now_s=now_s), views
 

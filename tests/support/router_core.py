@@ -6,13 +6,14 @@ repeat or swap them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kimi_runtime.router.decisions import Decision, Decisions
 from kimi_runtime.router.discovery import Fleet, Member
 from kimi_runtime.router.follow import Feeds
-from kimi_runtime.router.insight import Facts, Insight
-from kimi_runtime.router.ledger import Ledger, Load
+from kimi_runtime.router.insight import Insight
+from kimi_runtime.router.ledger import Ledger
 from kimi_runtime.router.policies.cost import CostPolicy
 from kimi_runtime.router.view import RequestView, WorkerView
 from kimi_runtime.spec.router import Cost, WorkerEndpoint
@@ -144,12 +145,10 @@ class Core:
         tokens = max(len(keys) * BLOCK + 100, 200)
         run = dict.fromkeys(fleet.geometries.values(), keys)
         found = self.feeds.cached_tokens(fleet.geometries, run, fleet.nodes)
-
-        def facts(info: WorkerInfo, load: Load) -> Facts:
-            held = self.feeds.held(info.name)
-            return self.insight.facts(info, load, held=held, need_tokens=tokens, now_s=now_s)
-
-        views = fleet.views(found.own, found.pooled, facts, now_s=now_s)
+        seer = partial(
+            self.insight.all_facts, held=self.feeds.held, need_tokens=tokens, now_s=now_s
+        )
+        views = fleet.views(found.own, found.pooled, seer, now_s=now_s)
         asked = RequestView(prompt_tokens=tokens, max_tokens=512, session=b"session")
         return replace(asked, **fields), views
 

@@ -34,6 +34,9 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 REMEMBERED_ANSWERS = 10_000
 
+Seer = Callable[[Sequence[tuple[WorkerInfo, Load]]], Sequence[Facts]]
+"""What is known of workers beside their loads."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +59,10 @@ class Member:
     left_s: float | None = None
     """Since when nothing new goes there, because the worker was taken off the list."""
     _constant: "_Constant | None" = None
+    _view: WorkerView | None = None
+    """The last one that was made, from these:"""
+    _load: Load | None = None
+    _facts: Facts | None = None
 
     @property
     def name(self) -> str:
@@ -70,6 +77,39 @@ class Member:
             assert self.info is not None
             known = self._constant = _Constant(self.name, self.info)
         return known
+
+    def seen(
+        self,
+        load: Load,
+        facts: Facts,
+        cached: int,
+        pooled: int,
+        checkpoints: tuple[int, ...] | None,
+    ) -> WorkerView:
+        """The worker as a decision sees it; the last view, where nothing of it has changed."""
+        view = self._view
+        if (
+            view is not None
+            and facts is self._facts
+            and load is self._load
+            and view.cached_tokens == cached
+            and view.pool_tokens == pooled
+            and view.ready == self.ready
+            and view.draining == (load.draining or self.left_s is not None)
+            and view.checkpoints == checkpoints
+            and self._constant is not None
+            and self._constant.info is self.info
+        ):
+            return view
+        self._load, self._facts = load, facts
+        self._view = view = _view(self, load, facts, cached, pooled, checkpoints)
+        return view
+
+    def renew(self, load: Load, facts: Facts) -> None:
+        """Make a view like the last one, of which load and facts are these now."""
+        last = self._view
+        if last is not None:
+            self.seen(load, facts, last.cached_tokens, last.pool_tokens, last.checkpoints)
 
 
 class Fleet:
@@ -153,7 +193,7 @@ class Fleet:
         self,
         cached: Mapping[str, int],
         pooled: Mapping[str, int],
-        facts: Callable[[WorkerInfo, Load], Facts],
+        facts: Seer,
         *,
         now_s: float,
         checkpoints: Mapping[str, tuple[int, ...]] | None = None,
@@ -161,19 +201,21 @@ class Fleet:
         """Every known worker as a decision sees it."""
         loads = self._ledger.loads(self._members, now_s=now_s)
         states = checkpoints or {}
-        return [
-            _view(
-                member,
-                info,
-                loads[name],
-                cached,
-                pooled,
-                facts,
-                states.get(name, () if info.state_bytes else None),
-            )
-            for name, member in self._members.items()
-            if (info := member.info) is not None
-        ]
+        met = [(m, m.info, loads[name]) for name, m in self._members.items() if m.info is not None]
+        known = facts([(info, load) for _, info, load in met])
+        views: list[WorkerView] = []
+        for (member, info, load), told in zip(met, known, strict=True):
+            name = info.name
+            at = states.get(name, ()) if info.state_bytes else None
+            views.append(member.seen(load, told, cached.get(name, 0), pooled.get(name, 0), at))
+        return views
+
+    def prepare(self, name: str, facts: Seer, *, now_s: float) -> None:
+        """A worker has reported: make its view now, and not when somebody decides."""
+        member = self._members.get(name)
+        if member is not None and member.info is not None:
+            load = self._ledger.loads((name,), now_s=now_s)[name]
+            member.renew(load, facts([(member.info, load)])[0])
 
     def join(self, member: Member) -> None:
         """A new worker, or one that is back: `watch` it."""
@@ -335,17 +377,16 @@ class _Constant:
 
 def _view(
     member: Member,
-    info: WorkerInfo,
     load: Load,
-    cached: Mapping[str, int],
-    pooled: Mapping[str, int],
-    facts: Callable[[WorkerInfo, Load], Facts],
+    facts: Facts,
+    cached: int,
+    pooled: int,
     checkpoints: tuple[int, ...] | None,
 ) -> WorkerView:
     constant = member.constant
-    kind, age_s, utilisation, unused, price_s, releases, line = facts(info, load)
+    info = constant.info
+    kind, age_s, utilisation, unused, price_s, releases, line = facts
     waiting, running, queued, free, _, certain, draining, _, _ = load
-    name = info.name
     return WorkerView(  # by position: names take twice as long, for every worker of every decision
         *constant.first,
         member.ready,
@@ -354,8 +395,8 @@ def _view(
         *(waiting, running, queued, free),
         *constant.sizes,
         *constant.abilities,
-        cached.get(name, 0),
-        pooled.get(name, 0),
+        cached,
+        pooled,
         kind,
         info.node,
         age_s,

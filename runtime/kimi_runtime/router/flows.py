@@ -120,9 +120,9 @@ class Flows:
                 self._leave(name, self._flows.pop(name))
             self._divide()
 
-    def busy(self, link: str) -> bool:
-        """Whether anything passes over the link."""
-        return link in self._on_link
+    def any_busy(self, links: Iterable[str]) -> bool:
+        """Whether anything passes over one of the links."""
+        return not self._on_link.keys().isdisjoint(links)
 
     def seconds(
         self, links: Sequence[str], size_bytes: float, *, operations: int = 1
@@ -137,22 +137,33 @@ class Flows:
         if size_bytes <= 0 or not links:
             return Estimate(0.0)
         start_s, slowest, var = 0.0, 0.0, 0.0
+        of, now_s, on_link = self.rates.of, self._now_s, self._on_link
         for link in links:
-            rate = self.rates.of(link, now_s=self._now_s)
+            rate = of(link, now_s=now_s)
             if rate is None:
                 return None
-            work = size_bytes + self._behind(link, size_bytes)
-            start_s += rate.start_s * operations
-            if work * rate.per_byte_s > slowest:
-                slowest = work * rate.per_byte_s
-                var = rate.relative_var * slowest * slowest
+            work = size_bytes + self._behind(link, size_bytes) if link in on_link else size_bytes
+            first_s, per_byte_s, relative_var = rate
+            start_s += first_s * operations
+            passing_s = work * per_byte_s
+            if passing_s > slowest:
+                slowest, var = passing_s, relative_var * passing_s * passing_s
         return Estimate(start_s + slowest, var)
+
+    def look(self, links: Iterable[str]) -> None:
+        """Bring what is known of these links up to now, as asking `seconds` does.
+
+        What is known fades from one look to the next, so that who looks decides what is found: a
+        plan that need not be priced must not change what later decisions see.
+        """
+        for link in links:
+            self.rates.of(link, now_s=self._now_s)
 
     def delay_s(self, links: Sequence[str], size_bytes: float) -> float:
         """Seconds that the flows on these links would lose together to a new one."""
-        total = 0.0
+        total, on_link = 0.0, self._on_link
         for link in links:
-            rate = self.rates.of(link, now_s=self._now_s) if link in self._on_link else None
+            rate = self.rates.of(link, now_s=self._now_s) if link in on_link else None
             if rate is not None:
                 total += self._behind(link, size_bytes) * rate.per_byte_s
         return total

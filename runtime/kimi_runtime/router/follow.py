@@ -105,19 +105,19 @@ class Feeds:
         While workers of several geometries run, no pool is named: each has blocks of any of them.
         """
         runs = {geometry: self._index.prefix_runs(run) for geometry, run in keys.items()}
-        own: dict[str, int] = {}
-        pooled: dict[str, int] = {}
-        last, held, size, pools = None, dict[str, int](), 0, self._pools
+        own = dict.fromkeys(geometries, 0)
+        pooled = own.copy()
+        last, held, in_pools, size, most = None, dict[str, int](), dict[str, int](), 0, 0
         for worker, geometry in geometries.items():
             if geometry is not last:  # hashing it takes longer than all the rest
                 last, held, size = geometry, runs[geometry], geometry.block_tokens
-            own[worker] = held.get(worker, 0) * size
-            node = nodes.get(worker, "")
-            if node:
-                in_pool = held.get(node, 0) if node in pools else 0
-            else:
-                in_pool = max((held.get(pool, 0) for pool in pools), default=0)
-            pooled[worker] = in_pool * size
+                in_pools = {pool: held[pool] for pool in held.keys() & self._pools}
+                most = max(in_pools.values(), default=0)
+            if worker in held:
+                own[worker] = held[worker] * size
+            if most:
+                node = nodes.get(worker, "")
+                pooled[worker] = (in_pools.get(node, 0) if node else most) * size
         states = self._checkpoints(geometries, keys, pieces or {})
         sources: tuple[KvSource, ...] = ()
         if len(runs) == 1:

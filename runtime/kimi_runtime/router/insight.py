@@ -4,7 +4,8 @@ It is filled from load reports, feeds and requests' ends, and read when decision
 Everything is bounded. For a policy that learns nothing only what costs nothing is kept.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +49,18 @@ class Facts(NamedTuple):
     line: Line | None = None
 
 
+class _Resting(NamedTuple):
+    """Facts, what they were made from, and what they hold for."""
+
+    info: WorkerInfo
+    load: Load
+    held: int | None
+    at_s: float
+    """When the worker last reported."""
+    most_tokens: float
+    facts: Facts
+
+
 class Insight:
     """`planner` is what learns; None for policies that do not."""
 
@@ -59,10 +72,12 @@ class Insight:
         self.gaps = Gaps() if planner is None else planner.models.gaps
         self._reports, self._heat = Reports(), PrefixHeat()
         self._kinds: dict[str, tuple[WorkerInfo, str]] = {}
+        self._resting: dict[str, _Resting] = {}
         self._fresh_s = FRESH_INTERVALS * load_interval_s
 
     def reported(self, info: WorkerInfo, report: LoadReport, *, now_s: float) -> None:
         """A worker's load report came."""
+        self._resting.pop(info.name, None)
         step_s = None
         if self.planner is not None and report.running:
             step_s = self._step_s(self.planner, info, report, now_s=now_s)
@@ -89,6 +104,7 @@ class Insight:
         self._reports.forget(worker)
         self.space.forget(worker)
         self._kinds.pop(worker, None)
+        self._resting.pop(worker, None)
         if self.planner is not None:
             self.planner.models.forget(worker)
 
@@ -129,6 +145,52 @@ class Insight:
             releases,
             line,
         )
+
+    def all_facts(
+        self,
+        seen: Iterable[tuple[WorkerInfo, Load]],
+        *,
+        held: Callable[[str], int | None],
+        need_tokens: int,
+        now_s: float,
+    ) -> list[Facts]:
+        """`facts` of several workers; the same object as the last time where nothing changed."""
+        known, oldest_s = self._resting, now_s - self._fresh_s
+        facts: list[Facts] = []
+        for info, load in seen:
+            name = info.name
+            holds, last = held(name), known.get(name)
+            if (
+                last is not None
+                and last.load is load
+                and last.info is info
+                and last.held == holds
+                and last.at_s >= oldest_s
+                and need_tokens <= last.most_tokens
+                and self.space.costless(name)
+            ):
+                facts.append(last.facts)
+                continue
+            made = self.facts(info, load, held=holds, need_tokens=need_tokens, now_s=now_s)
+            facts.append(made)
+            self._rest(info, load, holds, need_tokens, made)
+        return facts
+
+    def _rest(
+        self, info: WorkerInfo, load: Load, held: int | None, need_tokens: int, facts: Facts
+    ) -> None:
+        """Keep facts that hold until something is heard of the worker."""
+        at_s = self._reports.at_s(info.name)
+        told = load.short_blocks is not None and info.role is not Role.PREFILL
+        changing = facts.space_price_s or facts.releases or (told and load.unreported)
+        if at_s is None or changing or not load.certain:
+            self._resting.pop(info.name, None)
+            return
+        # up to here there is room at once, and nobody's ends are looked into
+        free = load.free_blocks if told else load.free_blocks // (load.waiting + 1)
+        most = free * info.block_tokens if told or load.running else math.inf
+        if need_tokens <= most:
+            self._resting[info.name] = _Resting(info, load, held, at_s, most, facts)
 
     def promised(self, fronts: Sequence[Front], own: dict[str, int], *, now_s: float) -> None:
         """Count in `own` (cached tokens by worker) what siblings of the request bring there."""

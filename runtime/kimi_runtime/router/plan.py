@@ -119,6 +119,21 @@ def _misfit(request: RequestView, worker: WorkerView) -> str | None:
     return None
 
 
+def able(request: RequestView, workers: Sequence[WorkerView]) -> list[WorkerView]:
+    """Those without an `obstacle`."""
+    need, grammar, logprobs = request.prompt_tokens + 1, request.grammar, request.logprobs
+    return [
+        one
+        for one in workers
+        if one.ready
+        and not one.draining
+        and need <= one.max_context_tokens
+        and need <= one.total_blocks * one.block_tokens
+        and (one.grammar or not grammar)
+        and (one.logprobs or not logprobs)
+    ]
+
+
 def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) -> Plan:
     """The cheapest plan.
 
@@ -139,10 +154,10 @@ def best(request: RequestView, workers: Sequence[WorkerView], price: Pricing) ->
 
 def assembled(request: RequestView, workers: Sequence[WorkerView], pick: Pick) -> Plan:
     """Like `best`, with whom `pick` picks for each leg; of several plans the cheapest."""
-    able = [worker for worker in workers if obstacle(request, worker) is None]
-    plans = [*_pairs(request, able, pick), *_alone(request, able, pick, planned=True)]
+    fit = able(request, workers)
+    plans = [*_pairs(request, fit, pick), *_alone(request, fit, pick, planned=True)]
     if not plans:
-        plans = list(_alone(request, able, pick, planned=False))
+        plans = list(_alone(request, fit, pick, planned=False))
     if not plans:
         raise nobody(request, workers)
     return _cheapest(request, [_Priced(p, p.workers, sum(p.terms.values())) for p in plans])
@@ -164,14 +179,19 @@ def refusal(plan: Plan) -> Overloaded:
     )
 
 
-def pairings(able: Sequence[WorkerView]) -> Iterable[tuple[list[WorkerView], list[WorkerView]]]:
+def pairings(fit: Sequence[WorkerView]) -> Iterable[tuple[list[WorkerView], list[WorkerView]]]:
     """Prefill workers and the decode workers that they can hand KV over to; both are many."""
+    both, first = Role.BOTH, Role.PREFILL
     groups: dict[tuple[str, str, str], tuple[list[WorkerView], list[WorkerView]]] = {}
-    for worker in able:
-        if worker.role is not Role.BOTH:
-            for kind in _kinds(worker):
-                prefills, decodes = groups.setdefault(kind, ([], []))
-                (prefills if worker.role is Role.PREFILL else decodes).append(worker)
+    for worker in fit:
+        role = worker.role
+        if role is not both:
+            for transport in worker.transports or ("",):
+                kind = worker.revision, worker.layout, transport
+                group = groups.get(kind)
+                if group is None:
+                    group = groups[kind] = [], []
+                group[role is not first].append(worker)
     for prefills, decodes in groups.values():
         if prefills and decodes:
             yield prefills, decodes
@@ -184,8 +204,8 @@ def lowest(
     return min(workers, key=lambda one: (score(one), _rendezvous(request, (one.name,))))
 
 
-def _pairs(request: RequestView, able: Sequence[WorkerView], pick: Pick) -> Iterable[Plan]:
-    for prefills, decodes in pairings(able):
+def _pairs(request: RequestView, fit: Sequence[WorkerView], pick: Pick) -> Iterable[Plan]:
+    for prefills, decodes in pairings(fit):
         first, first_terms = pick(request, prefills, Leg.PREFILL)
         second, second_terms = pick(request, decodes, Leg.DECODE)
         terms = {f"prefill.{name}": price for name, price in first_terms.items()}
@@ -199,18 +219,13 @@ def _pairs(request: RequestView, able: Sequence[WorkerView], pick: Pick) -> Iter
         )
 
 
-def _kinds(worker: WorkerView) -> list[tuple[str, str, str]]:
-    """What it has in common with whomever it can be paired with: at least one of these."""
-    return [(worker.revision, worker.layout, transport) for transport in worker.transports or ("",)]
-
-
 def _alone(
-    request: RequestView, able: Sequence[WorkerView], pick: Pick, *, planned: bool
+    request: RequestView, fit: Sequence[WorkerView], pick: Pick, *, planned: bool
 ) -> Iterable[Plan]:
     if planned:
-        whole = [worker for worker in able if worker.role is Role.BOTH]
+        whole = [worker for worker in fit if worker.role is Role.BOTH]
     else:
-        whole = [worker for worker in able if Role.BOTH in worker.roles]
+        whole = [worker for worker in fit if Role.BOTH in worker.roles]
     if whole:
         chosen, priced = pick(request, whole, Leg.WHOLE)
         yield Plan(

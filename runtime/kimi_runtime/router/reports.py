@@ -79,6 +79,11 @@ class Reports:
         age_s = now_s - known.at_s
         return (age_s if age_s > 0 else 0.0), known.share
 
+    def at_s(self, worker: str) -> float | None:
+        """When the newest report came; None without any."""
+        known = self._workers.get(worker)
+        return None if known is None else known.at_s
+
     def utilisation(self, worker: str) -> float | None:
         """Share of its time that prefill takes; None before enough is known."""
         known = self._workers.get(worker)

@@ -36,6 +36,7 @@ class Routes:
         self._known: set[str] = set()
         self._inbound: dict[str, tuple[str, ...]] = {}
         self._outbound: dict[str, tuple[str, ...]] = {}
+        self._peer: dict[str, tuple[str, ...]] = {}
         self._routes: dict[tuple[str, str, str, str, str], tuple[str, ...]] = {}
 
     def to_worker(self, source: KvSource, worker: WorkerView) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ class Routes:
     def between(self, prefill: WorkerView, decode: WorkerView) -> tuple[str, ...]:
         """From a prefill worker's memory into a decode worker's."""
         if prefill.node and prefill.node == decode.node:
-            return self._have((prefill.name, "peer"), (decode.name, "peer"))
+            return self._near(prefill) + self._near(decode)
         return self.outbound(prefill) + self.inbound(decode)
 
     def inbound(self, worker: WorkerView) -> tuple[str, ...]:
@@ -86,12 +87,20 @@ class Routes:
             known = self._outbound[worker.name] = self._have((worker.name, "out"))
         return known
 
+    def _near(self, worker: WorkerView) -> tuple[str, ...]:
+        """The part of routes within a node that is the worker's own."""
+        known = self._peer.get(worker.name)
+        if known is None:
+            known = self._peer[worker.name] = self._have((worker.name, "peer"))
+        return known
+
     def forget(self, owners: Iterable[str]) -> None:
         """Workers or nodes are gone."""
         self._routes.clear()
         for owner in owners:
             self._inbound.pop(owner, None)
             self._outbound.pop(owner, None)
+            self._peer.pop(owner, None)
             for kind in self._kinds:
                 link = f"{owner}/{kind}"
                 if link in self._known:

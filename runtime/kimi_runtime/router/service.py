@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import aiohttp
 
@@ -16,15 +17,15 @@ from kimi_runtime.router.capacity import kv_capacity
 from kimi_runtime.router.client import PeerClient, open_http
 from kimi_runtime.router.course import Outcome
 from kimi_runtime.router.decisions import Decision, Decisions
-from kimi_runtime.router.discovery import Fleet, Member
+from kimi_runtime.router.discovery import Fleet, Member, Seer
 from kimi_runtime.router.dispatch import Dispatcher
 from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.explain.log import ExplainLog
 from kimi_runtime.router.follow import Feeds
 from kimi_runtime.router.hints import Hints
-from kimi_runtime.router.insight import Facts, Insight, fronts_of
+from kimi_runtime.router.insight import Insight, fronts_of
 from kimi_runtime.router.job import Job
-from kimi_runtime.router.ledger import Ledger, Load
+from kimi_runtime.router.ledger import Ledger
 from kimi_runtime.router.membership import Membership
 from kimi_runtime.router.observations import Observations
 from kimi_runtime.router.parking import Parking
@@ -276,7 +277,15 @@ class Router:
             self.turns.expire()
 
     def _reported(self, info: WorkerInfo, report: LoadReport) -> None:
-        self.insight.reported(info, report, now_s=clock.now_s())
+        now_s = clock.now_s()
+        self.insight.reported(info, report, now_s=now_s)
+        self.fleet.prepare(info.name, self._seer(0, now_s), now_s=now_s)
+
+    def _seer(self, need_tokens: int, now_s: float) -> Seer:
+        """What decisions of now see of workers, for a request that may want so much space."""
+        return partial(
+            self.insight.all_facts, held=self.feeds.held, need_tokens=need_tokens, now_s=now_s
+        )
 
     def _evicted(self, worker: str, keys: Sequence[bytes]) -> None:
         self.insight.evicted(worker, keys, now_s=clock.now_s())
@@ -301,12 +310,8 @@ class Router:
         cached, pooled = found.own, found.pooled
         self.insight.promised(job.fronts, cached, now_s=now_s)
         need_tokens = len(job.ids) + job.sampling.max_tokens
-
-        def facts(info: WorkerInfo, load: Load) -> Facts:
-            held = self.feeds.held(info.name)
-            return self.insight.facts(info, load, held=held, need_tokens=need_tokens, now_s=now_s)
-
-        views = self.fleet.views(cached, pooled, facts, now_s=now_s, checkpoints=found.checkpoints)
+        seer = self._seer(need_tokens, now_s)
+        views = self.fleet.views(cached, pooled, seer, now_s=now_s, checkpoints=found.checkpoints)
         asked = self.insight.request(job.view(now_s=now_s), job.fronts, cached, now_s=now_s)
         if found.pools and any(view.fetches for view in views):
             asked = replace(asked, sources=found.pools)

@@ -35,6 +35,11 @@ class Space:
         price = self._prices.get(worker)
         return 0.0 if price is None else price.per_block_s(now_s=now_s)
 
+    def costless(self, worker: str) -> bool:
+        """Whether `per_block_s` is 0, now and until something is computed again."""
+        price = self._prices.get(worker)
+        return price is None or price.costless
+
     def per_block_second_s(self, worker: str, *, blocks: int, now_s: float) -> float:
         """Seconds that holding one of the worker's `blocks` for a second costs others."""
         price = self._prices.get(worker)

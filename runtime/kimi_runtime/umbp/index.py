@@ -68,6 +68,10 @@ class OwnerKeys:
         self._table.retire(self.number)
 
 
+MAX_NAMED = 1024
+"""Sets of owners whose names are kept at hand."""
+
+
 class Index:
     """One `FeedFollower` per owner, and one table of keys for all."""
 
@@ -79,6 +83,9 @@ class Index:
         self._table = KeyTable()
         self._keys: dict[str, OwnerKeys] = {}
         self._followers: dict[str, FeedFollower] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+        """Of sets of owners, as of `_generation`."""
+        self._generation = 0
 
     def owners(self) -> Mapping[str, FollowState]:
         """Every owner and how far its entries can be trusted."""
@@ -156,11 +163,21 @@ class Index:
 
     def prefix_runs(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Length of the leading run of `keys` per owner, for owners that hold at least one."""
-        runs = self._table.runs(keys)
-        if not runs:
-            return {}
-        names = {held.number: owner for owner, held in self._keys.items()}
-        return {names[number]: run for number, run in runs.items()}
+        runs: dict[str, int] = {}
+        for run, owners in self._table.runs(keys):
+            runs.update(dict.fromkeys(self._named(owners), run))
+        return runs
+
+    def _named(self, owners: int) -> tuple[str, ...]:
+        """A set of owners by name: prompts meet the same few sets again and again."""
+        if self._generation != self._table.generation or len(self._names) >= MAX_NAMED:
+            self._generation = self._table.generation
+            self._names.clear()
+        known = self._names.get(owners)
+        if known is None:
+            names = {held.number: owner for owner, held in self._keys.items()}
+            known = self._names[owners] = tuple(map(names.__getitem__, bits_of(owners)))
+        return known
 
     def checkpoints(self, keys: Sequence[bytes], pieces: int) -> dict[str, tuple[int, ...]]:
         """Behind how many of `keys` an owner holds a state of `pieces` pieces, for owners that

@@ -11,7 +11,6 @@ the index is advisory.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -27,8 +26,8 @@ MOVED_BUCKETS = 512
 MAX_SETS = 65_536
 """Sets of owners that are kept before those without a key are collected."""
 
-_AHEAD = (1, 8192)
-"""Keys looked up at a time: a cold prompt ends at the first, others seldom early."""
+_AHEAD = 8192
+"""Keys looked up at a time, after the first: a cold prompt ends there, others seldom early."""
 
 _FEW = 48
 """Keys up to which one after the other is sooner done than all together in arrays."""
@@ -52,6 +51,8 @@ class KeyTable:
         self._set_of = {0: 0}
         self._collect_at = max_sets
         self._counts: dict[int, int] = {}
+        self.generation = 0
+        """Of the owners' numbers: another one once a number may mean somebody else."""
         self._shown = 0
         self._free_bits: list[int] = []
         self._bits = 0
@@ -72,6 +73,7 @@ class KeyTable:
         else:
             owner, self._bits = self._bits, self._bits + 1
         self._counts[owner] = 0
+        self.generation += 1
         if shown:
             self.show(owner)
         return owner
@@ -118,21 +120,26 @@ class KeyTable:
         self._change(owner, slots[slots >= 0], held=False)
         self._tidy(len(names))
 
-    def runs(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Length of the leading run of `keys` by owner, for shown owners that hold at least one."""
-        runs: dict[int, int] = {}
-        alive, at = self._shown, 0
-        steps = chain(_AHEAD, iter(lambda: _AHEAD[-1], None))
+    def runs(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Lengths of leading runs of `keys`, ascending, each with the shown owners that have it.
+
+        Owners are a set of bits by their numbers; who does not hold the first key is left out.
+        """
+        if not keys:
+            return []
+        runs: list[tuple[int, int]] = []
+        alive, at = self._shown & self._masks[self._number_of(keys[0])], 1
         while at < len(keys) and alive:
-            numbers = self._numbers(keys[at : at + next(steps)])
+            numbers = self._numbers(keys[at : at + _AHEAD])
             changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
             for position in (0, *changes.tolist()):
                 still = alive & self._masks[numbers[position]]
-                if at + position:
-                    runs.update(dict.fromkeys(bits_of(alive ^ still), at + position))
-                alive = still
+                if still != alive:
+                    runs.append((at + position, alive ^ still))
+                    alive = still
             at += len(numbers)
-        runs.update((owner, len(keys)) for owner in bits_of(alive) if keys)
+        if alive:
+            runs.append((len(keys), alive))
         return runs
 
     def holders(self, keys: Sequence[bytes]) -> list[int]:
@@ -146,6 +153,8 @@ class KeyTable:
             return np.array([self._number_of(keys[0])])
         names = names_of(keys)
         slots = self._slots.find(names)
+        if slots.min() >= 0:
+            return self._slots.numbers.take(slots)
         numbers = np.where(slots >= 0, self._slots.numbers[slots], 0)
         if self._old is not None:
             lost = np.flatnonzero(slots < 0)

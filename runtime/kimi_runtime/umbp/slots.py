@@ -13,7 +13,7 @@ import numpy as np
 BUCKET = 8
 _BUCKET_BITS = 3
 _MULTIPLIER = 0x9E3779B97F4A7C15
-_GOLDEN = np.uint64(_MULTIPLIER)
+_GOLDEN, _ONE = np.uint64(_MULTIPLIER), np.uint64(1)
 _64_BITS = (1 << 64) - 1
 _HALVES = Struct("<2Q")
 
@@ -46,9 +46,17 @@ class Slots:
 
     def find(self, names: Array) -> Array:
         """Slots [N] of names [N]; -1 where one is not here."""
+        bucket = self._home(names)
+        rows: Array = self.names.take(bucket, axis=0)
+        hits = np.flatnonzero(rows == names[:, None])
+        if len(hits) == len(names):  # each is in one slot at most: all are at home
+            return (bucket << _BUCKET_BITS) + (hits & (BUCKET - 1))
+        return self._search(names, bucket)
+
+    def _search(self, names: Array, bucket: Array) -> Array:
+        """`find` from the given buckets on."""
         found = np.full(len(names), -1, np.int64)
         pending = np.arange(len(names))
-        bucket = self._home(names)
         while len(pending):
             rows: Array = self.names.take(bucket, axis=0)
             # a name is in one slot at most, so that flat positions tell rows and places in them
@@ -126,7 +134,7 @@ def names_of(keys: Sequence[bytes]) -> Array:
     """Names [N] of keys of 16 bytes; never 0. Equal names of other keys are one in 2**64."""
     halves = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
     names = halves[:, 0] ^ (halves[:, 1] * _GOLDEN)
-    return np.where(names == 0, np.uint64(1), names)
+    return np.maximum(names, _ONE)
 
 
 def name_of(key: bytes) -> int:

@@ -14,7 +14,7 @@ ASKED = turn(prompt_tokens=7000, sources=(FAR,))
 
 
 def names(view):
-    return [source.name for _, source in Sources(ASKED, [PEER]).of(view)]
+    return [source.name for _, source in Sources(ASKED, [PEER]).each([view])[0]]
 
 
 def test_pools_and_peers_are_sources_of_workers_that_can_be_told_to_read_them():

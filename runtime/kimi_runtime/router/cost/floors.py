@@ -6,12 +6,12 @@ worker whose floor is no better than a plan that is known needs no seat.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kimi_runtime.router.cost.decode import MAX_UTILISATION
+from kimi_runtime.router.cost.order import ROUNDING
 from kimi_runtime.router.cost.prices import Context, Kind
 from kimi_runtime.router.cost.seat import (
     MAX_QUEUE_RATIO,
@@ -24,8 +24,6 @@ from kimi_runtime.router.view import WorkerView
 from kimi_runtime.spec.worker import Role
 
 Floats = npt.NDArray[np.float64]
-ROUNDING = 1e-9
-"""Share of a floor that is given up, so that no rounding lifts it above the cost."""
 
 
 def whole_floors(
@@ -55,12 +53,12 @@ def decode_floors(
     """
     none = [0] * len(workers)
     alone_s = _by_kind(context, workers, lambda group, _: group.decode(), none)
-    length = context.request.prompt_tokens
-    missing = [
-        context.kind(one.kind).prior.kv_token_bytes * (length - min(one.cached_tokens, length - 1))
-        for one in workers
-    ]
-    return alone_s, [(1 - ROUNDING) * size for size in missing]
+    most, length = context.request.prompt_tokens - 1, context.request.prompt_tokens
+    each = {
+        name: (1 - ROUNDING) * context.kind(name).prior.kv_token_bytes for name in _kinds(workers)
+    }
+    missing = [each[one.kind] * (length - min(one.cached_tokens, most)) for one in workers]
+    return alone_s, missing
 
 
 def _by_kind(
@@ -69,43 +67,43 @@ def _by_kind(
     floor: "Callable[[_Group, Floats], Floats]",
     deepest: Sequence[int],
 ) -> list[float]:
+    kinds = _kinds(workers)
+    if len(kinds) == 1:
+        (name,) = kinds
+        return _rounded(floor(_Group(context, context.kind(name), workers), _column(deepest)))
     result = np.zeros(len(workers))
-    by_kind: dict[str, list[int]] = {}
-    for number, worker in enumerate(workers):
-        by_kind.setdefault(worker.kind, []).append(number)
-    for name, numbers in by_kind.items():
+    for name in kinds:
+        numbers = [number for number, one in enumerate(workers) if one.kind == name]
         same = [workers[number] for number in numbers]
-        tokens = np.array([deepest[number] for number in numbers], dtype=float)
+        tokens = _column([deepest[number] for number in numbers])
         result[numbers] = floor(_Group(context, context.kind(name), same), tokens)
+    return _rounded(result)
+
+
+def _kinds(workers: Sequence[WorkerView]) -> set[str]:
+    return {one.kind for one in workers}
+
+
+def _rounded(result: Floats) -> list[float]:
     floors: list[float] = (result - ROUNDING * np.abs(result)).tolist()
     return floors
+
+
+def _column(values: Sequence[float]) -> Floats:
+    return np.array(values, dtype=float)
 
 
 class _Group:
     """Workers of one kind as columns."""
 
     def __init__(self, context: Context, kind: Kind, workers: Sequence[WorkerView]) -> None:
-        self.context, self.kind = context, kind
-        models = context.models
-        biases = models.speeds(workers[0].kind)
-        rows: list[tuple[Any, ...]] = []
-        for one in workers:
-            factor, var = models.queues.factor(one.name)
-            hits = models.hits.ratio(one.name, "hbm") if one.cached_tokens else 1.0
-            busy = -1.0 if one.utilisation is None else one.utilisation
-            held = (one.total_blocks - one.free_blocks) * one.block_tokens
-            rows.append(
-                (
-                    *(one.waiting, one.running, one.queued_tokens, held, one.cached_tokens),
-                    *(one.max_context_tokens, one.age_s, one.certain, one.streams, busy),
-                    *(one.role is Role.BOTH, biases.bias(one.name), factor, var, hits),
-                )
-            )
-        columns = np.array(rows, dtype=float).T
-        self.waiting, self.running, self.queued, self.held, self.cached = columns[:5]
-        self.context_tokens, self.age_s, self.certain, self.streams, self.busy = columns[5:10]
-        self.both, self.bias, self.factor, self.var, self.hits = columns[10:]
-        self.held = np.maximum(self.held, 0.0)
+        self.context, self.kind, self.workers = context, kind, workers
+        self.names = [one.name for one in workers]
+        self.running = _column([one.running for one in workers])
+        self.cached = _column([one.cached_tokens for one in workers])
+        self.bias = _column(context.models.speeds(workers[0].kind).biases(self.names))
+        busy = [-1.0 if one.utilisation is None else one.utilisation for one in workers]
+        self.busy = _column(busy)
 
     def whole(self, deepest: Floats, z: float) -> Floats:
         """One floor for each worker."""
@@ -138,26 +136,33 @@ class _Group:
 
     def _decoding(self) -> tuple[Floats, Floats, Floats, Floats]:
         """A step now and with one more row; the weighted answer; what each row loses to it."""
-        step_s = np.where(self.running > 0, self._step(self.running, self.held), 0.0)
+        used = [(one.total_blocks - one.free_blocks) * one.block_tokens for one in self.workers]
+        held = np.maximum(_column(used), 0.0)
+        step_s = self._step(self.running, held) * (self.running > 0)
         tokens = self.context.output_tokens
         own = self.context.request.prompt_tokens + tokens / 2
-        after_s = self._step(self.running + 1, self.held + own)
-        shared = np.where(self.both > 0, np.clip(self.busy, 0.0, MAX_UTILISATION), 0.0)
+        after_s = self._step(self.running + 1, held + own)
+        both = _column([one.role is Role.BOTH for one in self.workers])
+        shared = both * np.minimum(np.maximum(self.busy, 0.0), MAX_UTILISATION)
         stream_s = self.context.prices.stream * tokens * after_s / (1 - shared)
         return step_s, after_s, stream_s, tokens * np.maximum(after_s - step_s, 0.0)
 
     def _queue(self) -> tuple[Floats, Floats]:
-        kind = self.kind
-        depth = TYPICAL_CONTEXT_SHARE * self.context_tokens
-        work_s = kind.fixed_s * self.waiting + self.queued * (kind.token_s + kind.pair_s * depth)
-        mean = self.bias * work_s * self.factor
-        var = self.var * mean * mean
-        old = (self.certain <= 0) | (self.age_s > 0)
-        if old.any():
-            grown_s = np.minimum(STALE_S_PER_S * np.maximum(self.age_s, 0.0), MAX_STALE_S)
+        kind, workers = self.kind, self.workers
+        waiting = _column([one.waiting for one in workers])
+        queued = _column([one.queued_tokens for one in workers])
+        depth = TYPICAL_CONTEXT_SHARE * _column([one.max_context_tokens for one in workers])
+        work_s = kind.fixed_s * waiting + queued * (kind.token_s + kind.pair_s * depth)
+        factor, relative_var = map(_column, self.context.models.queues.factors(self.names))
+        mean = self.bias * work_s * factor
+        var = relative_var * mean * mean
+        guessed = [not one.certain for one in workers]
+        ages_s = [one.age_s for one in workers]
+        if any(guessed) or any(ages_s):
+            age_s, unsure = np.maximum(_column(ages_s), 0.0), _column(guessed)
             cold_s = UNCERTAIN_SHARE * self.bias * self.context.cold_s(kind)
-            mean = mean + np.where(old, grown_s + np.where(self.certain > 0, 0.0, cold_s), 0.0)
-            var = var + np.where(old, mean * mean, 0.0)
+            mean = mean + np.minimum(STALE_S_PER_S * age_s, MAX_STALE_S) + unsure * cold_s
+            var = var + np.where((age_s > 0) | (unsure > 0), mean * mean, 0.0)
         return mean, var
 
     def _step(self, rows: Floats, kv_tokens: Floats) -> Floats:
@@ -182,27 +187,31 @@ class _Group:
         """Seconds until ready, seconds of computing, and the square of those: each at least."""
         length = self.context.request.prompt_tokens
         local = np.minimum(self.cached, length - 1)
-        local_s = self._compute(local, self.hits, step_s)
+        hits = _column(self.context.models.hits.ratios(self.names, "hbm"))
+        local_s = self._compute(local, hits, step_s)
         deeper = deepest > local
         if not deeper.any():
             return wait_s + local_s, local_s, local_s * local_s
         least_per_byte_s = self.context.models.links.least_per_byte_s
-        reads = np.where(deeper, deepest - local, 0.0)
+        reads = np.maximum(deepest - local, 0.0)
         read_s = reads * self.kind.prior.kv_token_bytes * least_per_byte_s
         all_s = self._compute(np.maximum(deepest, local), 1.0, step_s)
         least_s = np.where(deeper, np.minimum(local_s, all_s), local_s)
         free = np.divide(wait_s, read_s, out=np.ones_like(read_s), where=read_s > 0)
         part_s = self._compute(local + np.minimum(free, 1.0) * reads, 1.0, step_s)
         apart_s = np.minimum(wait_s + np.minimum(local_s, part_s), read_s + all_s)
-        together = (read_s <= wait_s) | (self.streams > 1)
+        streams = _column([one.streams for one in self.workers])
+        together = (read_s <= wait_s) | (streams > 1)
         ready_s = np.where(together, wait_s + least_s, apart_s)
         least_s = np.minimum(least_s, np.where(deeper, part_s, local_s))
         return ready_s, least_s, least_s * least_s
 
     def _queue_ratio(self) -> Floats:
-        share = np.clip(self.busy, 0.0, 0.99)
+        share = np.minimum(np.maximum(self.busy, 0.0), 0.99)
         told = np.minimum(share / (1 - share), MAX_QUEUE_RATIO)
-        untold = np.minimum(self.waiting, MAX_QUEUE_RATIO)
+        if self.busy.min() >= 0:
+            return np.asarray(told)
+        untold = np.minimum(_column([one.waiting for one in self.workers]), MAX_QUEUE_RATIO)
         return np.asarray(np.where(self.busy < 0, untold, told))
 
     def _replica_s(self) -> Floats | float:

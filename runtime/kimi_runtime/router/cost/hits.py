@@ -45,17 +45,24 @@ class Sources:
         self._request, self._peers = request, peers
         self._found: dict[tuple[int, bool, bool, bool], Found] = {}
 
-    def of(self, worker: WorkerView) -> Found:
-        """The worker's sources; it may be one of them itself."""
-        reached = self._request.sources if worker.reads_pools else ()
-        if not reached and worker.pool_tokens:
-            return self._own_pool(worker)
-        key = (worker.block_tokens, worker.checkpoints is None, worker.fetches, bool(reached))
-        found = self._found.get(key)
-        if found is None:
-            sources = [*reached, *(self._peers if worker.fetches else ())]
-            found = self._found[key] = self._sorted(sources, worker)
+    def each(self, workers: Sequence[WorkerView]) -> list[Found]:
+        """Every worker's sources; it may be one of them itself."""
+        some, known = bool(self._request.sources), self._found
+        found: list[Found] = []
+        for one in workers:
+            reached = some and one.reads_pools
+            if not reached and one.pool_tokens:
+                found.append(self._own_pool(one))
+                continue
+            key = (one.block_tokens, one.checkpoints is None, one.fetches, reached)
+            if key not in known:
+                known[key] = self._of(one, reached=reached)
+            found.append(known[key])
         return found
+
+    def _of(self, worker: WorkerView, *, reached: bool) -> Found:
+        peers = self._peers if worker.fetches else ()
+        return self._sorted([*(self._request.sources if reached else ()), *peers], worker)
 
     def _own_pool(self, worker: WorkerView) -> Found:
         pool = KvSource("pool", "", "dram", worker.pool_tokens, worker.checkpoints)

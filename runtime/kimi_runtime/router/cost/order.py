@@ -9,6 +9,9 @@ import hashlib
 import math
 from dataclasses import dataclass
 
+ROUNDING = 1e-9
+"""Share of a floor that is given up, so that no rounding lifts it above the cost."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

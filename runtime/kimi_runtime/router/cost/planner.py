@@ -7,6 +7,7 @@ tried are those that provably cannot be the best.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from kimi_runtime.router.cost.join import Joined, Joiner
 from kimi_runtime.router.cost.prices import Context, Prices
@@ -14,7 +15,7 @@ from kimi_runtime.router.cost.search import Search
 from kimi_runtime.router.cost.terms import Candidate
 from kimi_runtime.router.estimate.models import Models
 from kimi_runtime.router.flows import Flows
-from kimi_runtime.router.plan import Mode, Plan, nobody, obstacle, pairings
+from kimi_runtime.router.plan import Mode, Plan, able, nobody, pairings
 from kimi_runtime.router.routes import Routes
 from kimi_runtime.router.view import KvSource, RequestView, WorkerView
 from kimi_runtime.spec.worker import Role
@@ -69,14 +70,16 @@ class Planner:
         """
         self.flows.advance(now_s)
         context = Context(request, self.prices, self.models, self.flows, self.routes, now_s=now_s)
-        able = [worker for worker in workers if obstacle(request, worker) is None]
-        joiner = Joiner(context)
-        search = Search(joiner, _peers(able), exhaustive=exhaustive)
-        search.whole(worker for worker in able if worker.role is Role.BOTH)
-        for prefills, decodes in pairings(able):
-            search.pairs(prefills, decodes)
+        fit = able(request, workers)
+        whole = [worker for worker in fit if worker.role is Role.BOTH]
+        joiner = Joiner(context, exhaustive=exhaustive)
+        search = Search(joiner, _peers(fit), exhaustive=exhaustive)
+        search.whole(whole)
+        if len(whole) < len(fit):
+            for prefills, decodes in pairings(fit):
+                search.pairs(prefills, decodes)
         if joiner.best is None:
-            search.whole(worker for worker in able if Role.BOTH in worker.roles)
+            search.whole([worker for worker in fit if Role.BOTH in worker.roles])
         if joiner.best is None:
             raise nobody(request, workers)
         return self._decided(search, joiner.best)
@@ -124,13 +127,15 @@ class Planner:
         return max(min(late_s, waiting_s), MIN_WAIT_S) if late_s > 0 and waiting_s > 0 else 0.0
 
 
-def _peers(able: Sequence[WorkerView]) -> tuple[KvSource, ...]:
-    if not any(worker.fetches for worker in able):
+def _peers(fit: Sequence[WorkerView]) -> tuple[KvSource, ...]:
+    if not any(worker.fetches for worker in fit):
         return ()
-    holders = sorted(
-        (worker for worker in able if worker.cached_tokens),
-        key=lambda worker: (-worker.cached_tokens, worker.running + worker.waiting, worker.name),
-    )
+    holders = [
+        (-worker.cached_tokens, worker.running + worker.waiting, worker.name, number)
+        for number, worker in enumerate(fit)
+        if worker.cached_tokens
+    ]
+    most = [fit[number] for *_, number in nsmallest(MAX_PEERS, holders)]
     return tuple(
-        KvSource(w.name, w.node, "hbm", w.cached_tokens, w.checkpoints) for w in holders[:MAX_PEERS]
+        [KvSource(one.name, one.node, "hbm", one.cached_tokens, one.checkpoints) for one in most]
     )

@@ -23,8 +23,13 @@ class PrefillLeg:
 
     worker: WorkerView
     mode: Mode
-    fetch: Fetch | None
+    source: str | None
+    """Who is read from."""
+    local_tokens: int
+    """Where the read begins."""
     resumed_tokens: int
+    links: tuple[str, ...]
+    size_bytes: float
     queue_s: float
     fetch_s: float
     compute_s: float
@@ -49,6 +54,14 @@ class PrefillLeg:
         return self.queue_s + self.fetch_s + self.compute_s
 
     @property
+    def fetch(self) -> Fetch | None:
+        """What is read; None: nothing."""
+        if self.source is None:
+            return None
+        start, size = self.local_tokens, int(self.size_bytes)
+        return Fetch(self.source, start, self.resumed_tokens, self.links, size)
+
+    @property
     def others_s(self) -> float:
         """What it does to others, its own replica's worth taken off."""
         return self.e_queue + self.e_evict + self.e_link - self.replicate
@@ -57,12 +70,19 @@ class PrefillLeg:
 def legs(seat: Seat, found: Found) -> list[PrefillLeg]:
     """All ways of one worker to the front that are worth a look."""
     made = [_leg(seat, Mode.EXTEND, seat.local, None, (), NOTHING)]
-    for tokens, source in found:
-        if tokens <= seat.local:
-            break
-        if source.name != seat.worker.name:
-            made += _reads(seat, source, tokens)
+    for tokens, source in _deeper(seat, found):
+        made += _reads(seat, source, tokens)
     return made
+
+
+def read_from(seat: Seat, found: Found) -> list[KvSource]:
+    """Whom `legs` looks at."""
+    return [source for _, source in _deeper(seat, found)]
+
+
+def _deeper(seat: Seat, found: Found) -> list[tuple[int, KvSource]]:
+    local, name = seat.local, seat.worker.name
+    return [one for one in found if one[0] > local and one[1].name != name]
 
 
 def floor(seat: Seat, found: Found, per_byte_s: float) -> tuple[float, float, float]:
@@ -141,12 +161,10 @@ def _leg(
     took: Estimate,
 ) -> PrefillLeg:
     context, worker = seat.context, seat.worker
-    fetch, size = None, 0.0
-    ratio = seat.ratio
+    size, ratio = 0.0, seat.ratio
     if source is not None:
         ratio = context.models.hits.ratio(worker.name, source.tier)
         size = read_bytes(seat, resumed)
-        fetch = Fetch(source.name, seat.local, resumed, links, int(size))
     compute_s, var = seat.compute(resumed, ratio)
     left_s = max(took.mean - seat.wait_s, 0.0)
     # reading and computing in G layer groups: the longer one, and one group of the other
@@ -159,16 +177,19 @@ def _leg(
     return PrefillLeg(
         worker,
         mode,
-        fetch,
+        None if source is None else source.name,
+        seat.local,
         resumed,
-        queue_s=seat.wait_s,
-        fetch_s=together_s - compute_s,
-        compute_s=compute_s,
-        var=seat.wait_var + var + took.var,
-        moved_s=took.mean,
-        e_queue=others * compute_s * seat.queue_ratio,
-        e_evict=others * evict_s,
-        e_link=others * context.flows.delay_s(links, size) if size else 0.0,
-        replicate=seat.replica_s(took.mean),
-        work_s=seat.work_s,
+        links,
+        size,
+        seat.wait_s,
+        together_s - compute_s,
+        compute_s,
+        seat.wait_var + var + took.var,
+        took.mean,
+        others * compute_s * seat.queue_ratio,
+        others * evict_s,
+        others * context.flows.delay_s(links, size) if size else 0.0,
+        seat.replica_s(took.mean),
+        seat.work_s,
     )

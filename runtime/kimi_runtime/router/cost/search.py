@@ -6,17 +6,19 @@ can be the best: what is left out provably is not chosen.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
 
 from kimi_runtime.router.cost.decode import DecodeLeg, decode_leg
-from kimi_runtime.router.cost.floors import ROUNDING, decode_floors, prefill_floors, whole_floors
+from kimi_runtime.router.cost.floors import decode_floors, prefill_floors, whole_floors
 from kimi_runtime.router.cost.hits import Found, Sources
 from kimi_runtime.router.cost.join import Joiner
+from kimi_runtime.router.cost.order import ROUNDING
 from kimi_runtime.router.cost.prefill import floor, legs, read_bytes
 from kimi_runtime.router.cost.seat import Seat
 from kimi_runtime.router.cost.twins import Alike, Twins
+from kimi_runtime.router.cost.ways import Ways
 from kimi_runtime.router.plan import Mode
 from kimi_runtime.router.view import KvSource, WorkerView
 
@@ -25,17 +27,14 @@ L = TypeVar("L")
 _Left = tuple[float, WorkerView, Found]
 """A prefill worker in a search: its floor, and whom it can read from."""
 
+_first = itemgetter(0)
+
 FEW_WORKERS = 12
 """Up to here it is sooner done to seat every worker than to begin with arrays of them."""
 
 
-@dataclass(slots=True)
-class _Right:
-    """A decode worker in a search."""
-
-    floor_s: float
-    """What pairs with it cost beyond their prefill leg, at least."""
-    worker: WorkerView
+_Right = tuple[float, WorkerView]
+"""A decode worker in a search: what pairs with it cost beyond their prefill leg, at least."""
 
 
 class _Decoding(NamedTuple):
@@ -61,10 +60,13 @@ class Search:
         self._twins = Twins(self.context)
         self._least_z = min(joiner.z[mode] for mode in (Mode.EXTEND, Mode.FETCH, Mode.SPLIT))
 
-    def whole(self, workers: Iterable[WorkerView]) -> None:
+    def whole(self, workers: Sequence[WorkerView]) -> None:
         """Plans with one worker that does it all."""
         listed = self._by_floor(workers, whole=True)
-        for floor_s, worker, found in listed:
+        for number, (floor_s, worker, found) in enumerate(listed):
+            if not self._exhaustive and self._too_late(floor_s):
+                self.left_out += len(listed) - number
+                return
             if self._hopeless(floor_s, worker):
                 self.left_out += 1
                 continue
@@ -75,8 +77,7 @@ class Search:
             ):
                 self.left_out += 1
                 continue
-            for leg in legs(seat, found):
-                self.joiner.whole(leg, decode)
+            self.left_out += self.joiner.wholes(legs(seat, found), decode)
 
     def pairs(self, prefills: Sequence[WorkerView], decodes: Sequence[WorkerView]) -> None:
         """Plans with a worker for each leg."""
@@ -87,15 +88,15 @@ class Search:
         near: dict[str, list[_Right]] = {}
         far: list[_Right] = []
         for floor_s, size, worker in self._decodes(decodes):
-            far.append(_Right(floor_s + size * routes.far_per_byte_s / streams, worker))
+            far.append((floor_s + size * routes.far_per_byte_s / streams, worker))
             if worker.node in nodes:
-                one = _Right(floor_s + size * routes.near_per_byte_s / streams, worker)
+                one = floor_s + size * routes.near_per_byte_s / streams, worker
                 near.setdefault(worker.node, []).append(one)
         for some in (far, *near.values()):
-            some.sort(key=lambda one: one.floor_s)
-        nearest_s = min((some[0].floor_s for some in near.values()), default=math.inf)
-        least_s = min(nearest_s, far[0].floor_s)
-        apart = _Lazily(self._twins_left_out(far, lambda one: one.floor_s, self._decode_twin))
+            some.sort(key=_first)
+        nearest_s = min([some[0][0] for some in near.values()], default=math.inf)
+        least_s = min(nearest_s, far[0][0])
+        apart = _Lazily(self._twins_left_out(far, _first, self._decode_twin))
         left = self._by_floor(prefills, whole=False)
         for number, group in enumerate(_equal(left, _first)):
             if number and not self._exhaustive and self._too_late(group[0][0] + least_s):
@@ -109,12 +110,11 @@ class Search:
                 if id(leg) in alone:
                     self._with(leg, apart, near=False)
 
-    def _by_floor(self, workers: Iterable[WorkerView], *, whole: bool) -> list[_Left]:
+    def _by_floor(self, listed: Sequence[WorkerView], *, whole: bool) -> list[_Left]:
         """Workers with the floors under their costs, lowest first, and whom each can read from."""
-        listed = list(workers)
         if not listed:
             return []
-        found = [self._sources.of(worker) for worker in listed]
+        found = self._sources.each(listed)
         deepest = [some[0][0] if some else 0 for some in found]
         if len(listed) <= FEW_WORKERS:
             least = self._whole_floor_of if whole else self._prefill_floor_s
@@ -140,7 +140,7 @@ class Search:
         return leg[1], self._twins.prefill(leg[1], leg[2])
 
     def _decode_twin(self, one: _Right) -> tuple[WorkerView, Alike]:
-        return one.worker, self._twins.decode(one.worker)
+        return one[1], self._twins.decode(one[1])
 
     def _seated(self, worker: WorkerView) -> tuple[Seat, DecodeLeg]:
         """A worker that does it all, priced once."""
@@ -206,15 +206,15 @@ class Search:
         """
         if len(legs) == 1 or self._exhaustive:
             return {id(leg) for leg in legs}
-        kept: dict[Alike | int, tuple[tuple[int, int], _Left]] = {}
+        kept: dict[object, tuple[tuple[int, int], _Left]] = {}
         for leg in legs:
             _, worker, found = leg
             rights = near.get(worker.node, ())
             if len(rights) != 1:
                 kept[id(leg)] = (0, 0), leg
                 continue
-            other = rights[0].worker
-            twin = (rights[0].floor_s, *self._twins.near(worker, found, other))
+            least_s, other = rights[0]
+            twin = least_s, self._twins.near(worker, found, other)
             names = self.joiner.name(worker), self.joiner.name(other)
             known = kept.get(twin)
             if known is None or names < known[0]:
@@ -225,22 +225,28 @@ class Search:
     def _with(self, leg: _Left, decodes: Iterable[_Right], *, near: bool) -> None:
         """All pairs of one prefill worker that can be the best: on its node, or elsewhere."""
         floor_s, worker, found = leg
-        made = None
-        for one in decodes:
-            least_s = floor_s + one.floor_s
+        ways: Ways | None = None
+        for right_s, other in decodes:
+            least_s = floor_s + right_s
             if not self._exhaustive and self._too_late(least_s):
                 self.left_out += 1
                 return
-            if not near and worker.node and one.worker.node == worker.node:
+            if not near and worker.node and other.node == worker.node:
                 continue
-            if self._hopeless(least_s, one.worker, worker):
+            if self._hopeless(least_s, other, worker):
                 self.left_out += 1
                 continue
-            if made is None:
-                made = legs(self._prefill(worker), found)
-            decoding = self._decode(one.worker)
-            for way in made:
-                self.joiner.pair(way, decoding.leg, decoding.size)
+            if ways is None:
+                seat, own_s = self._prefill(worker), self._prefill_floor_s(worker, found)
+                ways = Ways(self.joiner, seat, found, floor_s=own_s)
+            if self._hopeless(ways.least_s + right_s, other, worker):
+                self.left_out += 1
+                ways.pass_by(other)
+                continue
+            decoding = self._decode(other)
+            self.left_out += self.joiner.pairs(
+                ways.priced(), decoding.leg, decoding.size, alone_s=ways.least_s
+            )
 
     def _too_late(self, floor_s: float) -> bool:
         """Whether neither this nor what comes later in the order of floors can be the best."""
@@ -256,6 +262,7 @@ class Search:
         return self._whole_floor_s(seat, found, decode)
 
     def _prefill_floor_s(self, worker: WorkerView, found: Found) -> float:
+        """What a pair costs at least besides its decode leg, by the worker's own seat."""
         seat = self._prefill(worker)
         ready_s, compute_s, var = floor(seat, found, self.context.models.links.least_per_byte_s)
         delayed = self.context.prices.others * seat.queue_ratio
@@ -287,7 +294,3 @@ class _Lazily(Generic[L]):
 def _equal(legs: Sequence[L], floor_s: Callable[[L], float]) -> Iterator[list[L]]:
     """Legs that are sorted by their floors, those with equal floors together."""
     return (list(group) for _, group in groupby(legs, floor_s))
-
-
-def _first(one: Sequence[Any]) -> float:
-    return float(one[0])

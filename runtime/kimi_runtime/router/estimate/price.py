@@ -53,6 +53,11 @@ class SpacePrice:
         self._fade(now_s)
         return self._lost_s / max(self._taken, 1.0)
 
+    @property
+    def costless(self) -> bool:
+        """Whether nothing that was evicted was ever missed."""
+        return not self._lost_s
+
     def per_block_second_s(self, blocks: int, *, now_s: float) -> float:
         """Seconds that holding one of `blocks` for a second costs: a block that is held for as long
         as the memory takes to turn over keeps one other out of it.

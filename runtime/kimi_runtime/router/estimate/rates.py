@@ -67,6 +67,8 @@ class LinkRates:
         known = self._links.get(link)
         if known is None:
             return None
+        if known.rate is not None and not known.learned.observations:
+            return known.rate
         fit = known.learned.fit(now_s=now_s)
         if fit is not known.fit:
             start_s, per_byte_s = fit.coefficients

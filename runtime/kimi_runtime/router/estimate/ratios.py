@@ -6,6 +6,7 @@ index is wrong; it is not only a price, it is an alarm.
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from kimi_runtime.router.estimate.moments import Estimate
 
@@ -28,6 +29,11 @@ class HitRatios:
     def ratio(self, worker: str, tier: str) -> float:
         """The share of predicted tokens that will be there, on average."""
         return self._known.get((worker, tier), _PRIOR)[0]
+
+    def ratios(self, workers: Iterable[str], tier: str) -> list[float]:
+        """`ratio` of each worker."""
+        known = self._known
+        return [known.get((worker, tier), _PRIOR)[0] for worker in workers]
 
     def observe(self, worker: str, tier: str, *, predicted: int, found: int) -> None:
         """Of `predicted` tokens `found` were there; more than predicted counts as all."""
@@ -62,18 +68,26 @@ QUEUE_COUNT = 10.0
 QUEUE_VAR = 0.25
 """Of the logarithm of real over expected wait, before any was seen."""
 MAX_LOG = math.log(8.0)
+_UNSEEN = (0.0, QUEUE_VAR, QUEUE_COUNT, 1.0)
 
 
 class QueueRatios:
     """Real over expected queueing, per worker: what the work of others really costs."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[float, float, float, float]] = OrderedDict()
+        """The logarithm of the ratio, its variance, how often it was seen, and the ratio."""
 
     def factor(self, worker: str) -> tuple[float, float]:
         """Real over expected wait, and the variance relative to its square."""
-        known = self._known.get(worker)
-        return (1.0, QUEUE_VAR) if known is None else (math.exp(known[0]), known[1])
+        _, var, _, factor = self._known.get(worker, _UNSEEN)
+        return factor, var
+
+    def factors(self, workers: Iterable[str]) -> tuple[list[float], list[float]]:
+        """`factor` of each worker: the ratios, and the variances."""
+        known = self._known
+        seen = [known.get(worker, _UNSEEN) for worker in workers]
+        return [one[3] for one in seen], [one[1] for one in seen]
 
     def wait(self, worker: str, expected_s: float) -> Estimate:
         """The wait behind work that should take `expected_s`."""
@@ -85,11 +99,12 @@ class QueueRatios:
         """A request waited; what was expected to be less than 1 ms tells nothing of a ratio."""
         if expected_s < 1e-3 or not (math.isfinite(waited_s) and waited_s >= 0):
             return
-        log, var, count = self._known.get(worker, (0.0, QUEUE_VAR, QUEUE_COUNT))
+        log, var, count, _ = self._known.get(worker, _UNSEEN)
         off = min(max(math.log(max(waited_s, 1e-4) / expected_s), -MAX_LOG), MAX_LOG) - log
         count += 1
         rate = max(1 / count, QUEUE_RATE)
-        self._known[worker] = log + rate * off, var + rate * (off * off - var), count
+        log += rate * off
+        self._known[worker] = log, var + rate * (off * off - var), count, math.exp(log)
         self._known.move_to_end(worker)
         if len(self._known) > MAX_QUEUES:
             self._known.popitem(last=False)

@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kimi_runtime.router.estimate.moments import Estimate
@@ -14,6 +15,7 @@ BIAS_COUNT = 8.0
 BIAS_RATE = 0.05
 MAX_BIAS = math.log(8.0)
 """The most that one worker differs from its kind; beyond it is a lie or a fault."""
+_USUAL = (0.0, BIAS_COUNT, 1.0)
 
 
 class Curves(NamedTuple):
@@ -56,7 +58,8 @@ class Speeds:
         self._step = Regression(
             (prior.step_fixed_s, 1.0, prior.step_kv_token_s), relative_sd=prior.relative_sd
         )
-        self._bias: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._bias: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        """By worker: the logarithm of its factor, how much that is worth, and the factor."""
         self._curves: Curves | None = None
 
     def curves(self, *, now_s: float) -> Curves:
@@ -75,8 +78,12 @@ class Speeds:
 
     def bias(self, worker: str) -> float:
         """What this worker's seconds are multiplied by, relative to its kind."""
-        known = self._bias.get(worker)
-        return 1.0 if known is None else math.exp(known[0])
+        return self._bias.get(worker, _USUAL)[2]
+
+    def biases(self, workers: Iterable[str]) -> list[float]:
+        """`bias` of each worker."""
+        known = self._bias
+        return [known.get(worker, _USUAL)[2] for worker in workers]
 
     def prefilled(
         self, worker: str, new_tokens: int, cached_tokens: int, seconds: float, *, now_s: float
@@ -101,13 +108,14 @@ class Speeds:
 
     def _learn_bias(self, worker: str, seconds: float, expected: float) -> float:
         """Update and return the worker's factor; its kind learns what remains."""
-        bias, count = self._bias.get(worker, (0.0, BIAS_COUNT))
+        bias, count, factor = self._bias.get(worker, _USUAL)
         if math.isfinite(seconds) and seconds > 0 and expected > 0:
             off = min(max(math.log(seconds / expected), -MAX_BIAS), MAX_BIAS)
             count += 1
             bias += max(1 / count, BIAS_RATE) * (off - bias)
-            self._bias[worker] = bias, count
+            factor = math.exp(bias)
+            self._bias[worker] = bias, count, factor
             self._bias.move_to_end(worker)
             if len(self._bias) > MAX_WORKERS:
                 self._bias.popitem(last=False)
-        return math.exp(bias)
+        return factor

@@ -43,8 +43,8 @@ any_worker = st.builds(
 
 
 @st.composite
-def fleets(draw):
-    count = draw(st.integers(1, 10))
+def fleets(draw, least=1, most=10):
+    count = draw(st.integers(least, most))
     return [dataclasses.replace(draw(any_worker), name=f"w{n}") for n in range(count)]
 
 
@@ -100,6 +100,19 @@ def test_the_search_finds_what_pricing_everything_finds(request_view, workers):
     best = decide(request_view, workers, exhaustive=True)
     assert found.plan.workers == best.plan.workers
     assert found.explanation.chosen == best.explanation.chosen
+
+
+@settings(max_examples=50, deadline=None)
+@given(any_turn, fleets(13, 24))
+def test_the_search_of_a_large_fleet_finds_what_pricing_everything_finds(request_view, workers):
+    try:
+        found = decide(request_view, workers)
+    except Unavailable:
+        assume(False)
+    best = decide(request_view, workers, exhaustive=True)
+    assert found.explanation.chosen == best.explanation.chosen
+    assert found.plan.fetches == best.plan.fetches
+    assert found.plan.hand_off == best.plan.hand_off
 
 
 even_nodes = st.lists(

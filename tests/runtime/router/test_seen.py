@@ -1,0 +1,78 @@
+"""What decisions see of workers is made anew only where something has changed."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router_core import TOTAL, Core, keys_of
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("report"),
+            st.sampled_from("ab"),
+            st.fixed_dictionaries(
+                {
+                    "waiting": st.integers(0, 2),
+                    "running": st.integers(0, 9),
+                    "free_blocks": st.sampled_from([0, 5, 300, TOTAL]),
+                    "short_blocks": st.sampled_from([None, 0, 3]),
+                    "draining": st.booleans(),
+                }
+            ),
+        ),
+        st.tuples(st.just("send"), st.sampled_from("ab"), st.integers(1, 9_000)),
+        st.tuples(st.just("hold"), st.sampled_from("ab"), st.integers(1, 40)),
+        st.tuples(st.just("evict"), st.sampled_from("ab"), st.integers(1, 40)),
+        st.tuples(st.just("miss"), st.sampled_from("ab"), st.integers(1, 40)),
+        st.tuples(st.just("lose"), st.sampled_from("ab"), st.none()),
+        st.tuples(st.just("wait"), st.just("a"), st.sampled_from([0.1, 0.5, 3.0])),
+    ),
+    max_size=12,
+)
+
+
+def happen(core, what, name, more, now_s):
+    peer = core[name]
+    match what:
+        case "report":
+            peer.report(now_s=now_s, **more)
+        case "send":
+            core.ledger.start(name, f"{now_s}", new_tokens=more)
+        case "hold":
+            peer.log.add(keys_of(more))
+            peer.connect()
+        case "evict":
+            peer.log.remove(keys_of(more))
+            core.insight.evicted(name, keys_of(more), now_s=now_s)
+            peer.connect()
+        case "miss":
+            core.insight.space.computed(name, keys_of(more), seconds=1.0, now_s=now_s)
+        case "lose":
+            peer.member.ready = not peer.member.ready
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps)
+def test_what_is_kept_is_what_would_be_made(drawn):
+    core, now_s = Core("a", "b"), 0.0
+    for what, name, more in drawn:
+        now_s += more if what == "wait" else 0.01
+        happen(core, what, name, more, now_s)
+        for count in (20, 2, 20):
+            _, kept = core.look(keys_of(count), now_s=now_s)
+            core.insight._resting.clear()
+            for peer in core.peers.values():
+                peer.member._view = None
+            _, made = core.look(keys_of(count), now_s=now_s)
+            assert kept == made
+
+
+def test_a_worker_of_which_nothing_has_changed_is_seen_as_the_same_object():
+    core = Core("a", "b")
+    core["a"].report(now_s=0.0)
+    core["b"].report(now_s=0.0)
+    _, before = core.look(keys_of(3), now_s=0.1)
+    core["b"].report(now_s=0.2)
+    _, after = core.look(keys_of(3), now_s=0.2)
+    assert after[0] is before[0]
+    assert after[1] is not before[1]
