@@ -5,6 +5,8 @@ that copies would still stop the event loop; numpy's copy releases it. Without n
 the slice assignment, in pieces small enough that others get their turn.
 """
 
+from collections.abc import Iterator, Sequence
+
 try:
     import numpy as np
 except ImportError:  # an engine without numpy copies correctly, only less politely
@@ -25,3 +27,13 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
             target[start : start + PIECE_BYTES] = source[start : start + PIECE_BYTES]
         return
     np.frombuffer(target, np.uint8)[...] = np.frombuffer(source, np.uint8)
+
+
+def matched(
+    parts: "Sequence[memoryview]", whole: memoryview
+) -> "Iterator[tuple[memoryview, memoryview]]":
+    """Each of a block's parts, with the bytes of the `whole` block that belong there."""
+    at = 0
+    for part in parts:
+        yield part, whole[at : at + part.nbytes]
+        at += part.nbytes

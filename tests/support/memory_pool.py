@@ -1,14 +1,9 @@
 """A pool in this process: what the engine sees of one, with the faults a test asks for."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kimi_connect.wire import Outcome, Source, Stretch
-
-
-class Loaded(NamedTuple):
-    blocks: int
-    outcome: Outcome
+from kimi_runtime.umbp.block_pool import LoadResult
 
 
 class MemoryPool:
@@ -43,7 +38,7 @@ class MemoryPool:
         *,
         deadline_s: float,
         tenant: str,
-    ) -> Loaded:
+    ) -> LoadResult:
         held = await self.held(keys, deadline_s=deadline_s)
         outcome = Outcome.HIT if held == len(keys) else Outcome.MISS
         if self.outcome is not Outcome.HIT:
@@ -53,7 +48,7 @@ class MemoryPool:
         for view in into[held:]:
             view[:] = b"\xee" * len(view)
         self.loaded_blocks += held
-        return Loaded(held, outcome)
+        return LoadResult(held, outcome)
 
     async def store(
         self,

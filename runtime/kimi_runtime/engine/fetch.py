@@ -24,48 +24,14 @@ from kimi_runtime.engine.state_blocks import blocks_of_state, gather, state_bind
 from kimi_runtime.engine.states import StateMemory
 from kimi_runtime.engine.take import HandOffReader, blocks_lacking
 from kimi_runtime.spec.request import HandOff
+from kimi_runtime.umbp.block_pool import BlockPool
 from kimi_runtime.umbp.checkpoints import Checkpoints
 
 _DISTRUSTED_KEYS = 65_536
 
 
-class LoadResult(Protocol):
-    """How many leading blocks were loaded and verified, and why it is not all of them."""
-
-    @property
-    def blocks(self) -> int:
-        """Length of the leading run."""
-
-    @property
-    def outcome(self) -> Outcome:
-        """HIT if that is all of them."""
-
-
-class Pool(Protocol):
-    """What the engine needs of the node's KV pool; `umbp.client.PoolClient` is one.
-
-    A missing or slow pool is an outcome or a number, never an exception.
-    """
-
-    async def load(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        *,
-        deadline_s: float,
-        tenant: str,
-    ) -> LoadResult:
-        """Copy the leading run of `keys` into `into`, verified. Writes nothing after it returns."""
-
-    async def store(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        *,
-        deadline_s: float,
-        tenant: str,
-    ) -> int:
-        """Keep leading blocks; returns how many are held now."""
+class Pool(BlockPool, Protocol):
+    """What the engine needs of the node's KV pool; `umbp.client.PoolClient` is one."""
 
     async def quote(
         self, keys: Sequence[bytes], *, block_bytes: int, deadline_s: float

@@ -12,41 +12,20 @@ from kimi_connect.blocks import flat
 from kimi_connect.states import PIECE_BYTES, piece_count, piece_keys, pieces
 from kimi_connect.wire import HintKind, Outcome
 from kimi_runtime import clock
-from kimi_runtime.umbp.client import LoadResult
+from kimi_runtime.umbp.block_pool import BlockPool
 
 _TRIES = 4
 """Boundaries that are tried, each within half of the time that is left."""
 
 
-class StatePool(Protocol):
-    """What is needed of the node's pool; `umbp.client.PoolClient` is one."""
+class StatePool(BlockPool, Protocol):
+    """What is needed of the node's pool."""
 
     async def held(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         """Length of the leading run of `keys` the pool has."""
 
     async def deepest(self, boundaries: Sequence[bytes], *, pieces: int, deadline_s: float) -> int:
         """How many of `boundaries` lead up to the last one whose state the pool has whole."""
-
-    async def load(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview],
-        *,
-        deadline_s: float,
-        tenant: str,
-    ) -> LoadResult:
-        """Copy the leading run of `keys` into `into`, verified."""
-
-    async def store(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[memoryview],
-        *,
-        deadline_s: float,
-        tenant: str,
-        group_bytes: Sequence[int] | None = None,
-    ) -> int:
-        """Keep leading blocks; returns how many are held now."""
 
     def hint(
         self, session: bytes, kind: HintKind, keys: Sequence[bytes] = (), *, tenant: str

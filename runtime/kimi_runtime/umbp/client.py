@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kimi_connect import payloads, wire
 from kimi_connect.blocks import (
@@ -31,6 +30,7 @@ from kimi_connect.wire import (
 )
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
+from kimi_runtime.umbp.block_pool import LoadResult
 from kimi_runtime.umbp.lending import Lent
 from kimi_runtime.umbp.link import Link, LinkLost, answered
 from kimi_runtime.umbp.relink import Relink
@@ -39,21 +39,11 @@ from kimi_runtime.umbp.storing import Putting, store_part
 from kimi_runtime.umbp.tags import leaves
 from kimi_runtime.umbp.tiers.dram import COST as DRAM_COST
 
-__all__ = ["LoadResult", "Outcome", "PoolClient", "open_pool"]
+__all__ = ["Outcome", "PoolClient", "open_pool"]
 
 KEYS_A_CALL = 256
 BOUNDARIES_A_CALL = 256
 """A daemon looks for a state at each of them before it does anything else."""
-
-
-class LoadResult(NamedTuple):
-    """The first `blocks` targets have their verified bytes; `outcome` says why the run ended.
-
-    Targets after the run have undefined bytes, and nothing writes to them any more.
-    """
-
-    blocks: int
-    outcome: Outcome
 
 
 async def open_pool(

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from kimi_connect.arena import Arena
-from kimi_connect.copying import copy_bytes
+from kimi_connect.copying import copy_bytes, matched
 from kimi_connect.wire import Commitment, Gap, Grant, Granted
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
@@ -207,9 +207,7 @@ def _why(got: Got) -> Landing:
 
 def _scatter(blocks: Sequence[tuple[list[memoryview], memoryview]], stop: Stop) -> None:
     for parts, source in blocks:
-        at = 0
-        for part in parts:
+        for part, piece in matched(parts, source):
             if stop():
                 return
-            copy_bytes(part, source[at : at + part.nbytes])
-            at += part.nbytes
+            copy_bytes(part, piece)

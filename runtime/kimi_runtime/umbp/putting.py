@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kimi_connect.arena import Arena
-from kimi_connect.copying import copy_bytes
+from kimi_connect.copying import copy_bytes, matched
 from kimi_connect.small_puts import SmallBlock
 from kimi_connect.storing import stored
 from kimi_connect.wire import Grant, Priority
@@ -33,10 +33,9 @@ def put(
     written = []
     for block, granted in zip(blocks, grants, strict=True):
         if granted.grant is Grant.RESERVED:
-            at = 0
-            for part in arena.parts(granted.extents, block.data.nbytes):
-                copy_bytes(part, block.data[at : at + part.nbytes])
-                at += part.nbytes
+            parts = list(arena.parts(granted.extents, block.data.nbytes))
+            for part, piece in matched(parts, block.data):
+                copy_bytes(part, piece)
             written.append((granted.generation, block.tags))
     states = pool.commit(written, writer=OWN_WRITER, now_s=now_s)
     run = stored(grants, states).kept

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kimi_connect.arena import Arena
-from kimi_connect.copying import copy_bytes
+from kimi_connect.copying import copy_bytes, matched
 from kimi_runtime import clock
 from kimi_runtime.transfer.background import Stop, in_thread
 from kimi_runtime.umbp.pool import Pool
@@ -136,12 +136,10 @@ class WriteThrough:
         for block in blocks:
             parts = list(self._arena.parts(block.extents, block.size))
             body = parts[0] if len(parts) == 1 else memoryview(bytearray(block.size))
-            at = 0
-            for part in parts if len(parts) > 1 else ():
+            for part, piece in matched(parts if len(parts) > 1 else (), body):
                 if stop():
                     return new
-                copy_bytes(body[at : at + part.nbytes], part)
-                at += part.nbytes
+                copy_bytes(piece, part)
             new.append(NewBlock(block.key, body, block.tags))
         return new
 

@@ -17,7 +17,8 @@ from kimi_runtime.engine.request import KeyChain
 from kimi_runtime.spec.published import published
 from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.ssd import SsdSpec
-from kimi_runtime.umbp.client import LoadResult, open_pool
+from kimi_runtime.umbp.block_pool import LoadResult
+from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.retention import Standing

@@ -8,6 +8,7 @@ import pytest
 from kimi_connect import payloads, small_puts, stocking
 from kimi_connect.arena import ArenaGone, Shape, create_arena, reopen_arena
 from kimi_connect.client import ArenaClient
+from kimi_connect.copying import matched
 from kimi_connect.keeping import Filled, Keep, Wish, pack_keep, unpack_kept
 from kimi_connect.wire import Commitment, Grant, GroupTag, Op, Outcome, Priority
 from kimi_runtime.umbp import storing as engine_storing
@@ -373,10 +374,9 @@ async def test_who_asks_before_a_put_of_the_same_moment_is_read_is_answered_afte
     wish = Keep([], "default", Priority.NORMAL, Wish(2, BLOCK))
     answer = await writer.call(Op.KEEP, pack_keep(wish), within_s=SOON_S)
     granted, _ = unpack_kept(answer.payload).granted
-    (block,), at = blocks_of([wanted]), 0
-    for part in writer.arena.parts(granted.extents, BLOCK):
-        part[:] = block[at : at + part.nbytes]
-        at += part.nbytes
+    (block,) = blocks_of([wanted])
+    for part, piece in matched(list(writer.arena.parts(granted.extents, BLOCK)), block):
+        part[:] = piece
     tags = (GroupTag(BLOCK, *block_tags(wanted, (BLOCK,), block)),)
     asking = reader.call(Op.HELD, payloads.pack_keys([wanted]), within_s=SOON_S)
     filled = Keep([Filled(wanted, granted.generation, tags)], "default", Priority.NORMAL, Wish())
