@@ -22,8 +22,8 @@ from kimi_runtime import clock
 from kimi_runtime.spec.router import PoolEndpoint
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.transfer import batches
-from kimi_runtime.umbp import client as engine_client
 from kimi_runtime.umbp import connection
+from kimi_runtime.umbp import loading as engine_loading
 from kimi_runtime.umbp import storing as engine_storing
 from kimi_runtime.umbp.feed import FollowState
 from kimi_runtime.umbp.remote import owners, service
@@ -62,7 +62,7 @@ def simulated(network: Network, seed: int) -> Iterator[None]:
             (service, "open_transport", network.transport),
             (service, "open_http", no_http),
             (owners, "OwnerCalls", network.calls),
-            (engine_client, "INLINE_BYTES", -1),  # every copy is a step
+            (engine_loading, "INLINE_BYTES", -1),  # every copy is a step
             (engine_storing, "INLINE_BYTES", -1),
             (batches, "INLINE_BYTES", -1),
             (small_puts, "SMALL_PUT_BYTES", 3 * BLOCK),  # some of what is put is as small, some not

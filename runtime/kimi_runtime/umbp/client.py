@@ -10,29 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kimi_connect import payloads, wire
-from kimi_connect.blocks import (
-    CopiedOut,
-    check_store,
-    copy_local,
-    copy_out,
-    intact_run,
-)
+from kimi_connect.blocks import check_store, intact_run
 from kimi_connect.connection import ANSWER_S
 from kimi_connect.payloads import DEFAULT_TENANT
 from kimi_connect.storing import Stored
-from kimi_connect.wire import (
-    Gap,
-    HintKind,
-    Op,
-    Outcome,
-    Priority,
-    Stretch,
-)
+from kimi_connect.wire import Gap, HintKind, Op, Outcome, Priority, Stretch
 from kimi_runtime import clock
-from kimi_runtime.transfer.background import INLINE_BYTES, Stop, in_thread
+from kimi_runtime.transfer.background import in_thread
 from kimi_runtime.umbp.block_pool import LoadResult
 from kimi_runtime.umbp.lending import Lent
-from kimi_runtime.umbp.link import Link, LinkLost, answered
+from kimi_runtime.umbp.link import LinkLost, answered
+from kimi_runtime.umbp.loading import load_local, load_part
 from kimi_runtime.umbp.relink import Relink
 from kimi_runtime.umbp.speed import MeasuredCost
 from kimi_runtime.umbp.storing import Putting, store_part
@@ -133,9 +121,9 @@ class PoolClient:
                 if count < len(part):
                     break
         except (LinkLost, wire.WireError):
-            self._without(Outcome.UNAVAILABLE, len(keys) - run)
+            self._daemon.unseen(Outcome.UNAVAILABLE, len(keys) - run)
         except TimeoutError:
-            self._without(Outcome.LATE, len(keys) - run)
+            self._daemon.unseen(Outcome.LATE, len(keys) - run)
         copy_s = block_bytes / self._copying.cost.bytes_per_s
         return [s._replace(seconds=s.seconds + copy_s * s.blocks) for s in stretches]
 
@@ -173,13 +161,13 @@ class PoolClient:
             raise ValueError(f"{len(keys)} keys for {len(into)} targets")
         ends_s = clock.now_s() + deadline_s
         outcome = Outcome.HIT
-        done = await self._load_local(keys, into, ends_s)
+        done = await load_local(self._daemon, keys, into, ends_s, self._copying)
         while done < len(keys) and outcome is Outcome.HIT:
             part = slice(done, done + KEYS_A_CALL)
-            count, outcome = await self._load_part(keys[part], into[part], ends_s, tenant)
+            count, outcome = await load_part(self._daemon, keys[part], into[part], ends_s, tenant)
             done += count
         if done > KEYS_A_CALL:
-            self._touch(keys[:done])
+            self._daemon.tell_of(Op.TOUCH, keys[:done])
         self.blocks[Outcome.HIT] += done
         if outcome is not Outcome.HIT:
             self.blocks[outcome] += len(keys) - done
@@ -200,9 +188,11 @@ class PoolClient:
             answer = await link.call(Op.PIN, asked, within_s=within_s)
             pin, gap, blocks = payloads.unpack_pinned(answered(answer, Op.PINNED))
         except (LinkLost, wire.WireError):
-            return Lent(None, 0, [], self._without(Outcome.UNAVAILABLE, len(keys)).outcome)
+            self._daemon.unseen(Outcome.UNAVAILABLE, len(keys))
+            return Lent(None, 0, [], Outcome.UNAVAILABLE)
         except TimeoutError:
-            return Lent(None, 0, [], self._without(Outcome.LATE, len(keys)).outcome)
+            self._daemon.unseen(Outcome.LATE, len(keys))
+            return Lent(None, 0, [], Outcome.LATE)
         arena = link.arena
         assert arena is not None
         if not blocks:
@@ -246,7 +236,7 @@ class PoolClient:
                 if part.kept < part.asked or not part.asked:
                     break
             if done > part.fresh:
-                self._touch(keys[:done])
+                self._daemon.tell_of(Op.TOUCH, keys[:done])
         except (LinkLost, TimeoutError, wire.WireError):
             pass
         self.stored_blocks += done
@@ -260,7 +250,7 @@ class PoolClient:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """These were found in the engine's own memory: they are worth keeping in the pool too."""
-        self._tell(Op.USED, keys)
+        self._daemon.tell_of(Op.USED, keys)
 
     def hint(
         self,
@@ -288,97 +278,3 @@ class PoolClient:
             await self._daemon.finish(within_s=ANSWER_S)
         finally:
             self._daemon.close()
-
-    async def _load_local(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
-    ) -> int:
-        """How many leading blocks came from the arena without the daemon."""
-        arena = self._daemon.arena
-        if not keys or arena is None or not arena.live or clock.now_s() >= ends_s:
-            return 0
-        if arena.directory.find(keys[0]) is None:
-            return 0
-
-        def work(stop: Stop) -> int:
-            return copy_local(arena, keys, into, leaves, stop)
-
-        start_s = clock.now_s()
-        if sum(target.nbytes for target in into) <= INLINE_BYTES:
-            done = work(Stop())
-        else:
-            done, _ = await in_thread(work, ends_s=ends_s)
-        self._copying.observe(sum(t.nbytes for t in into[:done]), clock.now_s() - start_s)
-        self._tell(Op.SERVED, keys[:done])
-        return done
-
-    async def _load_part(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float, tenant: str
-    ) -> LoadResult:
-        try:
-            link = await self._daemon.connected(ends_s)
-            within_s = ends_s - clock.now_s()
-            asked = payloads.pack_pin(list(keys), within_s, tenant)
-            answer = await link.call(Op.PIN, asked, within_s=within_s)
-            pin, gap, blocks = payloads.unpack_pinned(answered(answer, Op.PINNED))
-        except (LinkLost, wire.WireError):
-            return self._without(Outcome.UNAVAILABLE, len(keys))
-        except TimeoutError:
-            return self._without(Outcome.LATE, len(keys))
-        if not blocks:
-            return LoadResult(0, wire.outcome_of(gap) if gap is not Gap.NONE else Outcome.MISS)
-        copied, late = await self._copy_out(link, pin, keys, blocks, into, ends_s)
-        try:
-            answer = await link.call(
-                Op.UNPIN,
-                payloads.pack_unpin(pin, copied.good, corrupt=copied.corrupt is not None),
-                within_s=max(ANSWER_S, ends_s - clock.now_s()),
-            )
-            protected = payloads.unpack_number(answered(answer, Op.COUNT))
-        except (LinkLost, TimeoutError, wire.WireError):
-            return self._without(Outcome.UNAVAILABLE, len(keys))
-        if not protected:
-            return LoadResult(0, Outcome.LATE)  # the daemon counts a lapsed pin itself
-        if copied.corrupt is not None:
-            return LoadResult(copied.good, Outcome.CORRUPT)
-        if late:
-            return LoadResult(copied.good, Outcome.LATE)
-        return LoadResult(copied.good, wire.outcome_of(gap))
-
-    async def _copy_out(
-        self,
-        link: Link,
-        pin: int,
-        keys: Sequence[bytes],
-        blocks: Sequence[wire.PinnedBlock],
-        into: Sequence[memoryview],
-        ends_s: float,
-    ) -> tuple[CopiedOut, bool]:
-        arena = link.arena
-        assert arena is not None
-
-        def work(stop: Stop) -> CopiedOut:
-            return copy_out(arena, keys, blocks, into, leaves, stop)
-
-        async def renew() -> None:
-            link.tell(Op.RENEW, payloads.pack_number(pin))
-
-        try:
-            if sum(block.size for block in blocks) <= INLINE_BYTES:
-                return work(Stop()), False
-            return await in_thread(work, ends_s=ends_s, poke=renew, every_s=link.pin_lease_s / 3)
-        except BaseException:
-            link.tell(Op.UNPIN, payloads.pack_unpin(pin, 0, corrupt=False))
-            raise
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        """Keep the head of a chain warmer than what hangs on it."""
-        self._tell(Op.TOUCH, keys)
-
-    def _tell(self, op: Op, keys: Sequence[bytes]) -> None:
-        for start in reversed(range(0, len(keys), wire.MAX_KEYS)):
-            part = list(keys[start : start + wire.MAX_KEYS])
-            self._daemon.tell(op, payloads.pack_keys(part))
-
-    def _without(self, outcome: Outcome, blocks: int) -> LoadResult:
-        self._daemon.unseen(outcome, blocks)
-        return LoadResult(0, outcome)

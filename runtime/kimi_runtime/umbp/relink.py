@@ -3,12 +3,13 @@
 import asyncio
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from kimi_connect import payloads
 from kimi_connect.arena import Arena
-from kimi_connect.wire import Op, Outcome, WireError
+from kimi_connect.wire import MAX_KEYS, Op, Outcome, WireError
 from kimi_runtime import clock
 from kimi_runtime.umbp.link import Link, LinkLost, open_link
 
@@ -72,6 +73,11 @@ class Relink:
         """A request whose answer nobody needs; nothing happens without a connection."""
         if self._link is not None:
             self._link.tell(op, payload)
+
+    def tell_of(self, op: Op, keys: Sequence[bytes]) -> None:
+        """`tell` of a chain, its last keys first: its head is to be the warmest."""
+        for start in reversed(range(0, len(keys), MAX_KEYS)):
+            self.tell(op, payloads.pack_keys(list(keys[start : start + MAX_KEYS])))
 
     def wrote(self, link: Link, generations: set[int], whole: set[int]) -> None:
         """A copy by way of `link` has ended, and wrote `whole` of them: the rest is given back, and

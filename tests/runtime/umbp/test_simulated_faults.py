@@ -11,7 +11,7 @@ import pytest
 from kimi_connect import blocks
 from kimi_connect.arena import Arena
 from kimi_connect.blocks import CopiedOut
-from kimi_runtime.umbp import client
+from kimi_runtime.umbp import loading
 from kimi_runtime.umbp.remote import landing
 from mishaps import MEETS, Blow, Kind, Mishap, Upset, at
 from virtual_runs import UPSETS, everyday, first_of_each, run, storm
@@ -74,7 +74,7 @@ def test_a_pool_that_checks_nothing_is_found_out(calm, monkeypatch):
     """The oracle sees what tags would have caught."""
     copies = [n for n, step in enumerate(calm.trace) if step.kind is Kind.COPY]
     monkeypatch.setattr(landing, "matches", lambda *_: True)
-    for where in (client, blocks):
+    for where in (loading, blocks):
         monkeypatch.setattr(where, "copy_out", copied_unchecked)
     with pytest.raises(BaseExceptionGroup, match="unhandled") as caught:
         run(everyday, plan=at(copies[0], Blow(Mishap.CORRUPT)))
