@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 import xxhash
 from pydantic import TypeAdapter
@@ -26,6 +26,7 @@ from kimi_runtime.spec.umbp import (
     FeedSnapshotPage,
     TierName,
 )
+from kimi_runtime.umbp.followed_keys import FollowedKeys, PlainKeys
 from kimi_runtime.umbp.keys import hex_keys
 
 SNAPSHOT_PAGE_KEYS = 4096
@@ -215,61 +216,6 @@ class FollowState(StrEnum):
 
     EXACT = "exact"
     DEGRADED = "degraded"
-
-
-class FollowedKeys(Protocol):
-    """Where a follower keeps the keys its owner told."""
-
-    def hold(self, keys: Sequence[bytes]) -> None:
-        """The owner holds these."""
-
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """The owner holds these no more; those it did not hold are passed over."""
-
-    def clear(self) -> None:
-        """The owner holds nothing any more."""
-
-    def stage(self, keys: Sequence[bytes]) -> None:
-        """The next page of a snapshot, which counts from `swap` on."""
-
-    def swap(self) -> None:
-        """What was staged is what the owner holds."""
-
-    def unstage(self) -> None:
-        """Forget what was staged."""
-
-    def __len__(self) -> int:
-        """How many keys the owner holds."""
-
-
-class PlainKeys(set[bytes]):
-    """A set of keys, for one follower alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._staged: set[bytes] = set()
-
-    def hold(self, keys: Sequence[bytes]) -> None:
-        """The owner holds these."""
-        self.update(keys)
-
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """The owner holds these no more."""
-        self.difference_update(keys)
-
-    def stage(self, keys: Sequence[bytes]) -> None:
-        """The next page of a snapshot."""
-        self._staged.update(keys)
-
-    def swap(self) -> None:
-        """What was staged is what the owner holds."""
-        self.clear()
-        self.update(self._staged)
-        self._staged = set()
-
-    def unstage(self) -> None:
-        """Forget what was staged."""
-        self._staged = set()
 
 
 class FeedFollower:
