@@ -23,11 +23,17 @@ class Authority:
             *_new_key(self._key, self.certificate),
         )
 
-    def issue(self, folder: Path, *, host: str = "IP:127.0.0.1", name=None, days=1) -> TlsFiles:
-        """A certificate for `host`, with its key and the CA's certificate, written to `folder`."""
+    def issue(
+        self, folder: Path, *, host: str = "IP:127.0.0.1", name=None, days=1, usage: str = ""
+    ) -> TlsFiles:
+        """A certificate for `host`, with its key and the CA's certificate, written to `folder`.
+
+        `usage` as extendedKeyUsage has it; empty: for all.
+        """
         folder.mkdir(exist_ok=True)
         key, request, names = folder / "key.pem", folder / "request.pem", folder / "names"
-        names.write_text(f"subjectAltName={host}\n")
+        uses = f"extendedKeyUsage={usage}\n" if usage else ""
+        names.write_text(f"subjectAltName={host}\n{uses}")
         _openssl("req", "-nodes", "-subj", "/CN=a daemon", *_new_key(key, request))
         certificate, ca = folder / "certificate.pem", folder / "ca.pem"
         _openssl(

@@ -15,6 +15,7 @@ import grpc
 from kimi_runtime import clock
 from kimi_runtime.errors import ConfigError
 from kimi_runtime.spec.tls import TlsFiles
+from kimi_runtime.umbp.rpc.proof import refusal
 from kimi_runtime.umbp.rpc.validity import Validity, validity_of
 
 log = logging.getLogger(__name__)
@@ -115,8 +116,16 @@ class Tls:
         if not found.ca.strip():  # libraries take "no CA" for "every CA of this machine"
             raise ConfigError(f"tls: {files.ca} is empty; write the CA of this deployment there")
         try:
-            client = ssl.create_default_context(cadata=found.ca.decode("ascii"))
+            ca = found.ca.decode("ascii")
+            client = ssl.create_default_context(cadata=ca)
             client.load_cert_chain(files.certificate, files.key)
+            name = files.name
+            why = name and refusal(files.certificate, files.key, ca, name)
+            if why:  # before others find out, one after the other
+                raise ConfigError(
+                    f"tls: peers will refuse {files.certificate}: {why}; write one made out to "
+                    f"{name}, for servers and clients, that {files.ca} has signed"
+                )
             self.server_context.load_cert_chain(files.certificate, files.key)
         except (ssl.SSLError, OSError, ValueError) as exc:
             raise ConfigError(

@@ -145,6 +145,35 @@ async def test_a_certificate_made_out_to_a_name_is_good_where_that_name_is_expec
             await anext(calls.feed(None, 0))
 
 
+@pytest.mark.parametrize(
+    ("issued", "why"),
+    [
+        ({"host": "DNS:another.kimistack"}, "Hostname mismatch"),
+        ({"usage": "serverAuth"}, "unsuitable certificate purpose|unsupported certificate purpose"),
+        ({"usage": "clientAuth"}, "unsuitable certificate purpose|unsupported certificate purpose"),
+        ({"usage": "serverAuth,clientAuth"}, None),
+        ({"days": -1}, None),  # told by a line a day, and may be the clock's fault
+    ],
+)
+def test_a_certificate_that_peers_of_that_name_would_refuse_is_refused_at_the_start(
+    tmp_path, authority, issued, why
+):
+    name = "pool.kimistack"
+    files = authority.issue(tmp_path / "one", **{"host": f"DNS:{name}", **issued}, name=name)
+    if why is None:
+        Tls(files)
+    else:
+        with pytest.raises(ConfigError, match=rf"peers will refuse .*({why})"):
+            Tls(files)
+
+
+def test_a_certificate_of_another_authority_than_the_one_beside_it_is_refused(tmp_path, authority):
+    files = authority.issue(tmp_path / "one", host="DNS:pool", name="pool")
+    files.ca.write_bytes(Authority(tmp_path / "stranger").certificate.read_bytes())
+    with pytest.raises(ConfigError, match="peers will refuse"):
+        Tls(files)
+
+
 async def test_renewed_certificates_count_from_the_next_connection_on(tmp_path, authority, caplog):
     files = authority.issue(tmp_path / "one")
     caplog.set_level("INFO")
