@@ -463,6 +463,25 @@ class PoolMachine(RuleBasedStateMachine):
                 self.was_rightly_refused(tenant, item[1])
         return writer, generations
 
+    @rule(
+        target=generations,
+        writer=writers,
+        items=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 500)), max_size=6),
+        tenant=tenants,
+    )
+    def reserve_as_one(self, writer, items, tenant):
+        """Nothing that a put names makes room for the rest of it."""
+        wanted = [(self.key_of(tenant, n), size) for n, size in items]
+        held = [key for key, _ in wanted if self.pool.held([key])]
+        asking = {"writer": writer, "now_s": self.now_s, "tenant": tenant, "as_one": True}
+        granted = self.pool.reserve(wanted, **asking)
+        assert all(self.pool.held([key]) for key in held)
+        assert all(
+            one.grant is not Grant.RESERVED or key not in held
+            for one, (key, _) in zip(granted, wanted, strict=True)
+        )
+        return writer, [one.generation for one in granted if one.grant is Grant.RESERVED]
+
     def key_of(self, tenant, n):
         return tenant.encode().ljust(15) + bytes([n])
 
