@@ -39,13 +39,17 @@ def next_daemon(
 ) -> ObjectKey | None:
     """The pod to delete, so that its DaemonSet makes it anew; None: none, or none yet.
 
-    One node at a time: every other daemon is there and ready, but for those of nodes that are lost.
-    A node's turn comes once no engine there is still to be replaced, so that it goes along with the
-    drain of the last one. A daemon that does not work is of no use to any: it is first in line.
+    Routers go first: they then know by what authority daemons are to be trusted, and what is wrong
+    with it stops the new ones, while the old ones go on serving. Then one node at a time: every
+    other daemon is there and ready, but for those of nodes that are lost. A node's turn comes once
+    no engine there is still to be replaced, so that it goes along with the drain of the last one.
+    A daemon that does not work is of no use to any: it is first in line.
     """
     pool = _pool(children)
     outdated = outdated_daemons(children)
     if pool is None or not outdated or not _settled(pool, children):
+        return None
+    if not routers_are_current(children):
         return None
     lost = {node.name for node in nodes or () if not node.ready}
     here = {key: pod for key, pod in _pods(children) if _node(pod) not in lost}
@@ -62,6 +66,20 @@ def next_daemon(
     broken = [key for key in outdated if key in here and not _is_ready(here[key])]
     idle = [key for key in outdated if key in here and _node(here[key]) not in in_use]
     return next(iter([*broken, *idle]), None)
+
+
+def routers_are_current(children: Children) -> bool:
+    """Whether every router's pod there is was made from what the spec says now."""
+    for key, child in children.items():
+        if key.kind != "Deployment" or _component(child) != "router":
+            continue
+        status = child.get("status") or {}
+        if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
+            return False
+        updated = status.get("updatedReplicas", 0)
+        if updated < child["spec"].get("replicas", 1) or updated < status.get("replicas", 0):
+            return False
+    return True
 
 
 def _settled(pool: Manifest, children: Children) -> bool:
@@ -102,7 +120,11 @@ def _url(pod: Manifest) -> str:
 
 
 def _is_pool(child: Manifest) -> bool:
-    return (child["metadata"].get("labels") or {}).get(COMPONENT_LABEL) == "umbp"
+    return _component(child) == "umbp"
+
+
+def _component(child: Manifest) -> str | None:
+    return (child["metadata"].get("labels") or {}).get(COMPONENT_LABEL)
 
 
 def _mark(template: Manifest) -> str | None:

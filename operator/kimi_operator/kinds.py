@@ -92,7 +92,8 @@ OTHERS = (
         "Pod",
         "pods",
         (*_WATCHED, "patch", "delete"),
-        why="patch: the label that asks for a drain; delete: broken pods and those of lost nodes",
+        why="patch: the label that asks for a drain; delete: broken pods, those of lost nodes, and "
+        "daemons of the pool whose spec changed",
     ),
     Kind("v1", "Secret", "secrets", ("create",), why="the call key, by POST alone: never read"),
     Kind("v1", "Event", "events", ("create", "patch")),

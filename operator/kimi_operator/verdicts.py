@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.conditions import Condition
-from kimi_operator.daemons import outdated_daemons
+from kimi_operator.daemons import outdated_daemons, routers_are_current
 from kimi_operator.eligibility import nodes_eligible
 from kimi_operator.instances import pod_failures
 from kimi_operator.observed import InstanceView, LostPod, Manifest, Observed
@@ -326,8 +326,12 @@ def _outdated(facts: Facts) -> str:
     found = len(outdated_daemons(facts.observed.children))
     if not found:
         return ""
-    by_hand = facts.deployment.spec.kv_pool.update_strategy == "OnDelete"
-    how = "until their pods are deleted" if by_hand else "and are replaced one node at a time"
+    if facts.deployment.spec.kv_pool.update_strategy == "OnDelete":
+        how = "until their pods are deleted"
+    elif not routers_are_current(facts.observed.children):
+        how = f"until the routers are replaced{_failure_of(facts.observed, 'router')}"
+    else:
+        how = "and are replaced one node at a time"
     return f"; {found} are of an earlier spec {how}"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import ssa
 from kimi_operator.daemons import next_daemon, outdated_daemons, pool_peers, pool_urls
 from kimi_operator.observed import InstanceId, InstanceView, Manifest, NodeView, ObjectKey
 from kimi_runtime.spec.router import FleetSpec, RouterSpec
@@ -12,6 +13,22 @@ from operator_world import NODE, World, nano
 
 NODES = ("node-1", "node-2", "node-3")
 SECRET = {"tlsSecretName": "pool-tls"}
+
+WHY = "Secret pool-tls of namespace llm lacks ca.crt; write a certificate"
+LACKING = {
+    "phase": "Pending",
+    "conditions": [{"type": "Ready", "status": "False"}],
+    "initContainerStatuses": [
+        {
+            "name": "certificates",
+            "image": "i",
+            "restartCount": 3,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 1, "reason": "Error", "message": f"{WHY}\n"}},
+        }
+    ],
+}
+"""What a pod says whose Secret is not complete."""
 
 
 async def pooled(**spec: Any) -> World:
@@ -41,6 +58,11 @@ def told(world: World) -> dict[str, str]:
 
 def deleted_pods(world: World) -> list[str]:
     return [call.name for call in world.kube.calls if (call.verb, call.kind) == ("delete", "Pod")]
+
+
+def message(world: World, kind: str) -> str:
+    conditions = world.resource["status"]["conditions"]
+    return str(next(one["message"] for one in conditions if one["type"] == kind))
 
 
 def pods(world: World) -> dict[str, Manifest]:
@@ -81,34 +103,55 @@ async def test_tls_comes_and_goes_node_by_node_and_every_daemon_is_reached_as_it
     assert world.conditions["Ready"][0] == "True"
 
 
+async def test_a_missing_secret_stops_the_routers_first_and_takes_no_daemon_away():
+    world = await pooled()
+    world.edit(security=SECRET)
+    await world.passes()
+    routers = ObjectKey("apps/v1", "Deployment", "llm", "nano-router")
+    generation = world.kube.objects[routers]["metadata"]["generation"]
+    rolling = {"observedGeneration": generation, "replicas": 2, "readyReplicas": 1}
+    status = {"status": {**rolling, "updatedReplicas": 1}}
+    world.kube.edit(routers, status, "controller", subresource="status")
+    daemons = ObjectKey("apps/v1", "DaemonSet", "llm", "nano-umbp")
+    generation = world.kube.objects[daemons]["metadata"]["generation"]
+    seen = {"status": {"observedGeneration": generation}}
+    world.kube.edit(daemons, seen, "controller", subresource="status")
+    stuck = ssa.cloned(world.kube.objects[routers]["spec"]["template"])
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**stuck["metadata"], "name": "nano-router-new", "namespace": "llm"},
+        "spec": {**stuck["spec"], "nodeName": "node-1"},
+    }
+    key = ObjectKey.of(world.kube.put(pod, "controller"))
+    world.kube.edit(key, {"status": LACKING}, "kubelet", subresource="status")
+    await world.passes(3)
+    assert deleted_pods(world) == []
+    assert told(world) == dict.fromkeys(NODES, "http")
+    said = message(world, "KVPoolReady")
+    assert "3 are of an earlier spec until the routers are replaced; CrashLoopBackOff" in said
+    assert WHY in said
+    done = {"status": {**rolling, "replicas": 1, "updatedReplicas": 1}}
+    world.kube.edit(routers, done, "controller", subresource="status")
+    await world.passes()
+    assert len(deleted_pods(world)) == 1
+
+
 async def test_a_daemon_that_does_not_come_back_holds_the_others_and_says_why():
     world = await pooled()
     world.edit(security=SECRET)
     await world.settle(until=lambda: bool(deleted_pods(world)))
     (fresh,) = [key for key in map(ObjectKey.of, pods(world).values()) if key not in _old(world)]
-    why = "Secret pool-tls of namespace llm lacks ca.crt; write a certificate"
-    status = {
-        "name": "certificates",
-        "image": "i",
-        "restartCount": 3,
-        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-        "lastState": {"terminated": {"exitCode": 1, "reason": "Error", "message": f"{why}\n"}},
-    }
-    stuck = {
-        "phase": "Pending",
-        "conditions": [{"type": "Ready", "status": "False"}],
-        "initContainerStatuses": [status],
-    }
     daemons = ObjectKey("apps/v1", "DaemonSet", "llm", "nano-umbp")
-    world.kube.edit(fresh, {"status": stuck}, "kubelet", subresource="status")
+    world.kube.edit(fresh, {"status": LACKING}, "kubelet", subresource="status")
     world.kube.edit(daemons, {"status": {"numberReady": 2}}, "controller", subresource="status")
     for _ in range(3):
         await world.passes()
     assert len(deleted_pods(world)) == 1
-    ready = next(c for c in world.resource["status"]["conditions"] if c["type"] == "KVPoolReady")
-    assert ready["status"] == "False"
-    assert "2 of 3 nodes have the pool; 2 are of an earlier spec" in ready["message"]
-    assert why in ready["message"]
+    assert world.conditions["KVPoolReady"][0] == "False"
+    said = message(world, "KVPoolReady")
+    assert "2 of 3 nodes have the pool; 2 are of an earlier spec" in said
+    assert WHY in said
     assert sorted(told(world).values()) == ["http", "http"]
 
 
@@ -135,8 +178,8 @@ async def test_daemons_stay_where_their_user_replaces_them_or_a_pause_holds(
     await world.settle()
     assert deleted_pods(world) == []
     assert told(world) == dict.fromkeys(NODES, "http")
-    ready = next(c for c in world.resource["status"]["conditions"] if c["type"] == "KVPoolReady")
-    assert (ready["status"], says in ready["message"]) == ("True", True)
+    assert world.conditions["KVPoolReady"][0] == "True"
+    assert says in message(world, "KVPoolReady")
     world.kube.remove(ObjectKey.of(pods(world)["node-2"]))
     world.controllers.settle()
     await world.settle()
@@ -206,6 +249,25 @@ def test_one_goes_at_a_time_and_only_while_every_other_one_works():
     assert chosen(daemon_set(generation=3), a, b, c) is None  # nor is that template known
     assert chosen(daemon_set("old"), a, b, c) is None
     assert chosen(a, b, c) is None
+
+
+def routers(**status: int) -> Manifest:
+    labels = {"app.kubernetes.io/component": "router"}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "kimi-router", "namespace": "llm", "labels": labels, "generation": 2},
+        "spec": {"replicas": 2},
+        "status": {"observedGeneration": 2, "replicas": 2, "updatedReplicas": 2, **status},
+    }
+
+
+def test_daemons_wait_until_every_router_is_of_the_spec():
+    pool = [daemon_set(), *(daemon(node) for node in "abc")]
+    assert chosen(*pool, routers()) == "umbp-a"
+    assert chosen(*pool, routers(replicas=3)) is None  # an old one is still there
+    assert chosen(*pool, routers(updatedReplicas=1)) is None
+    assert chosen(*pool, routers(observedGeneration=1)) is None
 
 
 def test_pods_and_sets_of_an_operator_that_marked_neither_are_alike():
