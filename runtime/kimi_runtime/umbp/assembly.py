@@ -93,8 +93,8 @@ def open_pool_of(
         journal=memory.journal or NoJournal(),
         take=arena.take,
     )
-    if memory.kept.number:
-        pool.adopt(memory.kept, clock.now_s())
+    pool.adopt(memory.kept, clock.now_s())
+    if memory.kept.blocks or memory.kept.reservations:
         log.info(
             "umbp: took over %d blocks of %s, and %d reservations",
             pool.live_blocks,

@@ -72,7 +72,8 @@ def open_arena(spec: UmbpSpec, *, own_writer: bytes) -> tuple[Arena, CellJournal
             return left
     arena = _new(spec, shape, epoch)
     journal = CellJournal(arena, own_writer=own_writer) if shape.cells.slots else None
-    return arena, journal, Kept()
+    # numbers of an arena before are nobody's here: a client may still give them back
+    return arena, journal, Kept(number=epoch)
 
 
 def _left(

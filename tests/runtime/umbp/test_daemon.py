@@ -203,6 +203,18 @@ async def test_memory_above_the_high_watermark_is_evicted_from_beside_requests(t
         await client.aclose()
 
 
+async def test_no_generation_of_a_new_arena_was_one_of_the_arena_before(tmp_path):
+    """A client that wrote to that one may give its pages back only now."""
+    async with running(pool_spec(tmp_path)) as daemon:
+        client = await open_pool(daemon.spec.socket, CALL_KEY)
+        assert await client.store(keys_of(3), blocks_of(keys_of(3)), deadline_s=5.0) == 3
+        await client.aclose()
+        before = daemon.clients.pool.number
+    async with running(pool_spec(tmp_path, dram_bytes="2MiB")) as daemon:
+        assert daemon.clients.pool.live_blocks == 0
+        assert daemon.clients.pool.number > before
+
+
 async def test_a_quiet_feed_sends_heartbeats(http):
     async with following(http) as line:
         await line()

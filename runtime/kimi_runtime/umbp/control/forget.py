@@ -53,6 +53,8 @@ async def _until_free(clients: Clients, free_bytes: int) -> wire.EvictAnswer:
             "ask for less, or for all of it to be forgotten"
         )
     before = pool.counters.evicted_bytes
+    if pool.free_pages * pool.page_bytes < free_bytes:
+        pool.revoke()  # which loses nothing
     while pool.free_pages * pool.page_bytes < free_bytes:
         gone = len(pool.evict(1, clock.now_s()))
         answer.blocks += gone

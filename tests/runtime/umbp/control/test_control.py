@@ -58,6 +58,7 @@ async def test_inspect_tells_what_is_held_for_whom_and_what_is_used_most(daemon,
     for _ in range(3):
         await pool.load(keys[:1], targets(1), deadline_s=SOON_S)
     await pool.held(keys)
+    daemon.clients.pool.revoke()  # a stock counts as used
     told = await control(INSPECT, hottest=2)
     assert (told.name, told.phase, told.epoch) == ("pool", "ready", daemon.clients.arena.epoch)
     memory = told.tiers[0]
@@ -171,6 +172,16 @@ async def test_evict_forgets_the_ssd_too_unless_it_is_told_not_to(tmp_path):
         assert (await control(EVICT, all=True)).ssd_blocks == 4
         assert await client.held(keys) == 0
         await client.aclose()
+
+
+async def test_evict_until_so_much_is_free_takes_stocks_first(daemon, control, pool):
+    await filled(pool, 60)
+    assert await pool.held(keys_of(60)) == 60
+    room = daemon.clients.pool
+    stocked = room.stocks * 3
+    assert stocked
+    wanted = (room.free_pages + stocked) * 4096
+    assert (await control(EVICT, until_free_bytes=wanted)).blocks == 0
 
 
 async def test_evict_until_so_much_is_free(daemon, control, pool):
