@@ -93,8 +93,13 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens known and not computed, over everybody; without those just sampled."""
-        everybody = (*self._waiting, *self._running.values())
-        return sum(request.lacking for request in everybody if not request.generating)
+        total = 0
+        for request in (*self._waiting, *self._running.values()):
+            known = len(request.tokens)
+            lacking = known - request.computed
+            if lacking != 1 or known <= request.prompt_tokens:  # else it is `generating`
+                total += lacking
+        return total
 
     @property
     def lacking(self) -> int:
@@ -381,4 +386,4 @@ def _front(blocks: list[int], count: int) -> tuple[int, ...]:
 
 
 def _generating_first(request: Request) -> tuple[bool, float, int]:
-    return request.lacking > 1, *order_of(request)
+    return len(request.tokens) - request.computed > 1, request.rank, request.number

@@ -83,10 +83,13 @@ class Unsaid(MutableSequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         """A zero, or as many as the slice is long."""
+        count = self._count
+        if type(index) is int and 0 <= index < count:
+            return 0
         if isinstance(index, slice):
-            start, stop, step = index.indices(self._count)
+            start, stop, step = index.indices(count)
             return (0,) * (stop - start if step == 1 else len(range(start, stop, step)))
-        return range(self._count)[index] * 0
+        return range(count)[index] * 0
 
     def append(self, value: int) -> None:
         """One more."""

@@ -349,7 +349,7 @@ class SimWorker:
             waiting.update(one.number for one in scheduler.requests()[: scheduler.waiting])
         works: list[Work] = []
         steps = scheduler.limits.max_context_tokens
-        for number, work in self.work.items():
+        for number, work in reversed(self.work.items()):  # who came last may be computing yet
             if work.scheduled_s is None or number in waiting:
                 continue
             if not work.made or work.request.lacking != 1:

@@ -48,27 +48,22 @@ class Slots:
         """Slots [N] of names [N]; -1 where one is not here."""
         bucket = self._home(names)
         rows: Array = self.names.take(bucket, axis=0)
+        # a name is in one slot at most, so that flat positions tell rows and places in them
         hits = np.flatnonzero(rows == names[:, None])
-        if len(hits) == len(names):  # each is in one slot at most: all are at home
+        if len(hits) == len(names):  # all are at home
             return (bucket << _BUCKET_BITS) + (hits & (BUCKET - 1))
-        return self._search(names, bucket)
-
-    def _search(self, names: Array, bucket: Array) -> Array:
-        """`find` from the given buckets on."""
         found = np.full(len(names), -1, np.int64)
         pending = np.arange(len(names))
-        while len(pending):
-            rows: Array = self.names.take(bucket, axis=0)
-            # a name is in one slot at most, so that flat positions tell rows and places in them
-            hits = np.flatnonzero(rows == names[pending, None])
+        while True:
             there = hits >> _BUCKET_BITS
             found[pending[there]] = (bucket[there] << _BUCKET_BITS) + (hits & (BUCKET - 1))
-            if len(hits) == len(pending):
-                break
             on = rows[:, BUCKET - 1] != 0  # a bucket fills from its front
             on[there] = False
+            if not on.any():
+                return found
             pending, bucket = pending[on], (bucket[on] + 1) & self._mask
-        return found
+            rows = self.names.take(bucket, axis=0)
+            hits = np.flatnonzero(rows == names[pending, None])
 
     def find_one(self, name: int) -> int:
         """The slot of one name; -1 if it is not here. Some microseconds less than `find`."""

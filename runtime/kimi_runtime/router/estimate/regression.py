@@ -201,6 +201,13 @@ class Regression:
     ) -> Fit:
         """In the units of x; what is not active is 0."""
         prior, size = self.prior, len(self.prior)
+        if len(active) == size:
+            sizes = tuple([value * own for value, own in zip(solved, prior, strict=True)])
+            rows = [
+                tuple([cov * own * other for cov, other in zip(row, prior, strict=True)])
+                for own, row in zip(prior, inverse, strict=True)
+            ]
+            return Fit(sizes, tuple(rows), self._noise_var)
         theta, covariance = [0.0] * size, [[0.0] * size for _ in range(size)]
         for i, value, row in zip(active, solved, inverse, strict=True):
             own, of = prior[i], covariance[i]
