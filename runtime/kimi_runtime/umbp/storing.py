@@ -65,7 +65,7 @@ async def _into_stock(daemon: Relink, link: Link, into: StockPut, how: Putting) 
         told = into.keep(part, written)
         if told is None:
             return
-        await link.keep(told, within_s=ANSWER_S)
+        await link.keep(told, within_s=max(ANSWER_S, how.ends_s - clock.now_s()))
 
 
 async def _in_one_call(

@@ -487,6 +487,18 @@ async def test_puts_beside_each_other_share_a_stock_and_let_go_of_it_at_the_end(
     await client.aclose()
 
 
+async def test_a_put_waits_for_its_answer_where_the_socket_takes_no_more(daemon):
+    """What an event loop keeps to send later would end with the process."""
+    client, keys = await open_pool(daemon.spec.socket, CALL_KEY), keys_of(4)
+    await stocked(client, daemon)
+    for _ in range(40):
+        client._daemon.tell_of(Op.TOUCH, keys_of(1000, 5000))
+    assert client._daemon._link.transport.get_write_buffer_size()
+    assert await client.store(keys, blocks_of(keys), deadline_s=SOON_S) == 4
+    assert daemon.clients.pool.held(keys) == 4
+    await client.aclose()
+
+
 async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(daemon, monkeypatch):
     monkeypatch.setattr(engine_storing, "INLINE_BYTES", -1)
     client, keys = await open_pool(daemon.spec.socket, CALL_KEY), keys_of(4)
