@@ -96,9 +96,8 @@ def _pool(children: Children) -> Manifest | None:
 
 
 def _pods(children: Children) -> Iterator[tuple[ObjectKey, Manifest]]:
-    """The daemons' pods that are on a node."""
     for key, child in children.items():
-        if key.kind == "Pod" and _is_pool(child) and child["spec"].get("nodeName"):
+        if key.kind == "Pod" and _is_pool(child):
             yield key, child
 
 
@@ -106,7 +105,8 @@ def _reachable(children: Children) -> Iterator[tuple[str, str, bool]]:
     """Node, url, and whether it leaves, of daemons that are ready or leave."""
     for _, pod in _pods(children):
         leaving = _leaves(pod)
-        if (pod.get("status") or {}).get("podIP") and (leaving or _is_ready(pod)):
+        there = _node(pod) and (pod.get("status") or {}).get("podIP")
+        if there and (leaving or _is_ready(pod)):
             yield _node(pod), _url(pod), leaving
 
 
@@ -133,7 +133,8 @@ def _mark(template: Manifest) -> str | None:
 
 
 def _node(pod: Manifest) -> str:
-    return str(pod["spec"]["nodeName"])
+    """Empty: it is on none yet."""
+    return pod["spec"].get("nodeName") or ""
 
 
 def _leaves(child: Manifest) -> bool:

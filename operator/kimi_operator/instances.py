@@ -170,9 +170,12 @@ def _container_failure(container: Manifest) -> tuple[str, str] | None:
     tries = not container.get("ready") and container.get("restartCount", 0) > 1 and last
     if reason == "CrashLoopBackOff" or (tries and last.get("exitCode")):
         how = f"it ends with exit code {last['exitCode']}" if "exitCode" in last else "it ends"
-        why = f" ({last['reason']})" if last.get("reason") not in (None, "Error") else ""
-        words = last.get("message") or "kubectl logs --previous shows its last words"
-        return "CrashLoopBackOff", f"{how}{why}; {words}"
+        by_itself = last.get("reason") in (None, "Error")
+        why = "" if by_itself else f" ({last['reason']})"
+        # what a runtime says of a container may differ from one try to the next
+        words = last.get("message") if by_itself else None
+        shown = words or "kubectl logs --previous shows its last words"
+        return "CrashLoopBackOff", f"{how}{why}; {shown}"
     if reason in BROKEN:
         return str(reason), waiting.get("message") or last.get("reason") or ""
     return None

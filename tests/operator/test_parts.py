@@ -287,6 +287,30 @@ def test_what_waiting_does_not_cure_is_a_failure_of_the_pod():
     assert pod_failures({**pod, "status": {"containerStatuses": [starting]}}) == ()
 
 
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        ({"exitCode": 1, "reason": "Error", "message": "no key\n"}, "exit code 1; no key"),
+        ({"exitCode": 1, "message": "no key"}, "exit code 1; no key"),
+        ({"exitCode": 1, "reason": "Error"}, "exit code 1; kubectl logs --previous"),
+        (
+            {"exitCode": 128, "reason": "StartError", "message": "task 3f2a"},
+            "exit code 128 (StartError); kubectl logs --previous",
+        ),
+    ],
+)
+def test_the_last_words_of_a_container_are_told_and_not_what_differs_from_try_to_try(
+    ended: dict[str, Any], told: str
+):
+    state = {
+        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": ended},
+    }
+    pod = {"metadata": {"name": "p"}, "status": {"containerStatuses": [{"name": "e", **state}]}}
+    (failure,) = pod_failures(pod)
+    assert f"CrashLoopBackOff: p/e: it ends with {told}" in failure
+
+
 OPENAPI_2: dict[str, Any] = {
     "definitions": {
         "Set": {

@@ -283,6 +283,14 @@ def test_one_that_does_not_work_goes_first_and_waits_for_no_engine():
     assert chosen(daemon_set(), daemon("a"), daemon("b"), broken, engines=old) == "umbp-c"
 
 
+def test_one_that_no_node_has_room_for_is_replaced_by_one_that_may_fit():
+    pending = daemon("c", ready=False)
+    del pending["spec"]["nodeName"]
+    del pending["status"]["podIP"]
+    assert chosen(daemon_set(), daemon("a"), daemon("b"), pending) == "umbp-c"
+    assert pool_urls({ObjectKey.of(pending): pending}) == {}
+
+
 def test_a_node_s_daemon_goes_with_the_last_engine_there_that_is_to_be_replaced():
     three = [daemon_set(), *(daemon(node) for node in "abc")]
     assert chosen(*three, engines=[engine("a", "aaa"), engine("b", "bbb")]) == "umbp-b"
