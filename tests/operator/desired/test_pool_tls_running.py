@@ -58,14 +58,16 @@ class Pod:
     def __init__(self, folder: Path, authority: Authority, host: str = f"DNS:{HOST}") -> None:
         self.folder = folder
         folder.mkdir()
-        issued = authority.issue(folder / "issued", host=host)
-        secret = self.at(TLS_DIR)
-        secret.mkdir(parents=True)
-        for file, key in ((issued.certificate, CERTIFICATE), (issued.key, KEY), (issued.ca, CA)):
-            (secret / key).write_bytes(file.read_bytes())
+        self.certify(authority, host)
         self.put("/etc/kimistack-keys/call-key", CALL_KEY.decode())
         self.at("/etc/kimistack-keys/call-key").chmod(0o600)
         self.at("/run/kimistack").mkdir(parents=True)
+
+    def certify(self, authority: Authority, host: str = f"DNS:{HOST}") -> None:
+        """Have the files of a Secret that this authority's issuer wrote."""
+        issued = authority.issue(self.folder / "issued", host=host)
+        for file, key in ((issued.certificate, CERTIFICATE), (issued.key, KEY), (issued.ca, CA)):
+            self.put(f"{TLS_DIR}/{key}", file.read_text())
 
     def at(self, path: str) -> Path:
         """Where a pod's path is on this machine."""
@@ -148,6 +150,36 @@ async def test_rendered_daemons_and_router_serve_each_other_over_tls_and_refuse_
             assert feeds.keys_held()["node-c"] == 0
         assert "node-c shows a certificate that is not trusted" in _lost(caplog)["node-c"]
         assert "certificate verify failed" in _lost(caplog)["node-c"]
+
+
+async def test_a_renewed_secret_reaches_daemons_and_routers_that_run(tmp_path, caplog):
+    caplog.set_level("INFO")
+    ours, another = Authority(tmp_path / "ours"), Authority(tmp_path / "another")
+    a, b, router = every = [Pod(tmp_path / name, ours) for name in ("a", "b", "router")]
+    async with (
+        daemon_of(a, "node-a") as (daemon_a, at_a),
+        daemon_of(b, "node-b") as (daemon_b, at_b),
+    ):
+        pools = {"node-a": daemon_a.url, "node-b": daemon_b.url}
+        for pod in every:
+            tell(pod, pools)
+        spec = RouterSpec.model_validate(router.read(rendered_files(pools)["router.json"]))
+        async with open_router(spec, VOCABULARY) as routing:
+            follows = routing.feeds.states
+            await until(lambda: follows().get("node-a") is FollowState.EXACT)
+            for pod in every:
+                pod.certify(another)
+            await until(lambda: caplog.text.count("the certificates were renewed") == 2)
+            keys, into = keys_of(3), targets(3)
+            await at_a.store(keys, blocks_of(keys), deadline_s=SOON_S)
+            await until(lambda: owner_of_or_none(daemon_b, "node-a") is not None)
+            await knows(daemon_b, "node-a", 3)
+            assert await at_b.load(keys, into, deadline_s=SOON_S) == (3, Outcome.HIT)
+            tell(router, {})
+            await until(lambda: not follows().keys() & pools.keys())
+            tell(router, pools)  # connects anew
+            await until(lambda: follows().get("node-a") is FollowState.EXACT)
+        assert "authority renewed" in caplog.text
 
 
 async def test_a_rendered_daemon_with_a_certificate_of_another_name_does_not_start(tmp_path):
