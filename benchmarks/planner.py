@@ -9,7 +9,9 @@ of it prefill and half decode workers in the lines that say P/D.
 Each decision is planned `--repeats` times: the least of them is what it takes where nobody else has
 the processor's caches (and no garbage is collected), the first is what it took here. Those are
 processor milliseconds of the one thread. The whole decision is in processor and in wall-clock time,
-as `processor / wall`: where the two differ, others had the processor meanwhile.
+as `processor / wall`: where the two differ, others had the processor meanwhile. The last column is
+of those whole decisions from which nobody took it: whoever does leaves cold caches behind, which
+lengthens processor time too.
 """
 
 import argparse
@@ -180,18 +182,27 @@ class Took(NamedTuple):
 
     processor: float
     wall: float
+    preempted: int
+    """How often somebody else was given this thread's processor."""
 
     def plus(self, other: "Took") -> "Took":
         """Both together."""
-        return Took(self.processor + other.processor, self.wall + other.wall)
+        return Took(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def timed(act: Callable[[], T]) -> tuple[T, Took]:
     """What `act` gave, and how long it took."""
+    before = _preempted()
     wall_s, started_s = time.perf_counter(), time.thread_time()
     made = act()
     processor_s = time.thread_time() - started_s
-    return made, Took(1e3 * processor_s, 1e3 * (time.perf_counter() - wall_s))
+    wall_s = time.perf_counter() - wall_s
+    return made, Took(1e3 * processor_s, 1e3 * wall_s, _preempted() - before)
+
+
+def _preempted() -> int:
+    """How often this thread has lost its processor to somebody."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def measure(
@@ -237,12 +248,17 @@ def line(
         for sample in (least, first)
         for share in (0.5, 0.99)
     ]
-    processor, wall = zip(*whole, strict=True)
+    processor, wall, _ = zip(*whole, strict=True)
     cells += [
         f"{percentile(processor, share):.2f} / {percentile(wall, share):.2f}"
         for share in (0.5, 0.99)
     ]
-    line = f"| {workers} | {what} | {' | '.join(cells)} | {priced:.1f} |"
+    calm = [took.processor for took in whole if not took.preempted]
+    undisturbed = "none"
+    if calm:
+        p50, p99 = percentile(calm, 0.5), percentile(calm, 0.99)
+        undisturbed = f"{p50:.2f}, {p99:.2f} ({len(calm) / len(whole):.0%})"
+    line = f"| {workers} | {what} | {' | '.join(cells)} | {priced:.1f} | {undisturbed} |"
     return line, percentile(processor, 0.99)
 
 
@@ -263,8 +279,9 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.blocks:,} blocks in the index, prompt of {PROMPT:,} tokens\n")
     print("| workers | fleet | plan, least: p50 ms | p99 | first: p50 | p99 ", end="")
-    print("| with index and views, processor / wall: p50 | p99 | plans priced |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| with index and views, processor / wall: p50 | p99 | plans priced ", end="")
+    print("| not preempted: p50, p99 (share) |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     slowest: dict[int, float] = {}
     for workers in args.workers:
         feeds = filled_feeds(workers, args.blocks)
