@@ -187,7 +187,11 @@ class Took(NamedTuple):
 
     def plus(self, other: "Took") -> "Took":
         """Both together."""
-        return Took(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Took(
+            self.processor + other.processor,
+            self.wall + other.wall,
+            self.preempted + other.preempted,
+        )
 
 
 def timed(act: Callable[[], T]) -> tuple[T, Took]:
