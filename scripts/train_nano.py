@@ -7,8 +7,7 @@
 `run` replaces DIR/state.pt about once a minute and appends to DIR/log.jsonl; it ends after the last
 step of the schedule. `export` writes config.json and model.safetensors as the engine reads them,
 from whatever state is there. GLIBC_TUNABLES=glibc.malloc.hugetlb=1 puts the C library's memory on
-huge pages, which saves a third of a step. `--steps` is the length of the first cycle; the others'
-follow.
+huge pages, which saves a third of a step.
 """
 
 import argparse
@@ -28,20 +27,10 @@ from kimi_runtime.protocol.vocabulary import open_vocabulary
 from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.training.curriculum import STAGES, Curriculum
 from kimi_runtime.training.export import write_model
-from kimi_runtime.training.loop import Cycle, Schedule, StepReport, Training
+from kimi_runtime.training.loop import Schedule, StepReport, Training
 
 SEED = 20
-STEPS = 2000
-# cycles' lengths in first ones, the shares of its rates that they begin and end with, and whether
-# they begin by looking further
-LATER = (
-    (0.6, 0.6, 0.0, False),
-    (0.45, 0.5, 0.0, False),
-    (0.1305, 0.6, 0.502125, False),
-    (0.25, 0.6, 0.45, True),
-    (0.0665, 0.45, 0.375188, False),
-    (0.15, 0.38, 0.0, False),
-)
+STEPS = 4000
 BATCH_TOKENS = 4096
 MICRO_TOKENS = 1024  # what of one layer fits a core's cache
 STATE, LOG = "state.pt", "log.jsonl"
@@ -60,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         micro_tokens=MICRO_TOKENS,
     )
     training = _training(args.steps, structured=not args.unstructured)
-    total = training.schedule.total
+    total = training.schedule.steps
     state = args.folder / STATE
     if state.exists():
         training.load(state)
@@ -93,17 +82,12 @@ def _training(steps: int, *, structured: bool = True) -> Training:
     longest = max(stage.longest for stage in STAGES)
     return Training(
         KIMI_NANO,
-        _schedule(steps),
+        Schedule(steps=steps),
         open_vocabulary(),
         seed=SEED,
         positions=longest,
         structured=structured,
     )
-
-
-def _schedule(steps: int) -> Schedule:
-    later = tuple(Cycle(round(length * steps), *rest) for length, *rest in LATER)
-    return Schedule(steps=steps, later=later)
 
 
 def _keep_freed_memory() -> None:

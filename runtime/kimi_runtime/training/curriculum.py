@@ -4,10 +4,10 @@ A step's examples follow from its number and the seed alone.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kimi_runtime.bench.quality.dialogues import Dialogues, Quoting
+from kimi_runtime.bench.quality.dialogues import Dialogues
 from kimi_runtime.bench.quality.haystack import Haystack
 from kimi_runtime.bench.quality.words import Words
 from kimi_runtime.protocol.codec_k2 import K2Codec
@@ -21,83 +21,91 @@ from kimi_runtime.training.tasks import TextTasks, pieces, repeated
 class Stage:
     """A part of the run: shares of each kind of example, and how long they are.
 
-    It lasts up to `until`, where 1 is the end of the first cycle, and its steps have `batches`
-    times the curriculum's ids.
+    It lasts up to `until`, where 1 is the end of the run.
 
-    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has, `fewest`
-    the fewest tools. In the share `thinking` of the dialogues the assistant thinks before it
-    answers, and before it calls a tool it quotes as `quoting` says; in the share `kept` earlier
-    thoughts stay in the prompt. `alike` is how often tools' topics end alike.
+    `longest` bounds an example's ids; `exchanges` and `tools` are the most a dialogue has. In the
+    share `thinking` of the dialogues the assistant thinks before it answers; in the share `kept`
+    earlier thoughts stay in the prompt. `alike` is how often tools' topics end alike.
     """
 
     until: float
-    shares: dict[str, float]
+    shares: Mapping[str, int]
     length: int
     longest: int
     tools: int = 1
     exchanges: int = 1
     text_tokens: int = 40
     thinking: float = 0.7
-    quoting: Quoting = Quoting.NOTHING
-    fewest: int = 1
     kept: float = 0.0
     alike: float = 0.0
-    batches: int = 1
 
 
-# what is hard about a call: several tools whose topics end alike, and questions without a name
-_CALLS = Stage(
-    until=2.1805,
-    shares={"dialogue": 19, "lookup": 1},
+_COPIES = {"repeated": 2, "pieces": 1, "pairs": 1, "rewritten": 1, "sections": 1}
+_DIALOGUES = Stage(
+    until=0.5,
+    shares={"dialogue": 12, "sections": 3, "pairs": 1, "rewritten": 1},
     length=256,
-    longest=1024,
-    tools=4,
-    exchanges=4,
-    text_tokens=120,
-    thinking=0.95,
-    quoting=Quoting.NAMES,
-    fewest=2,
-    kept=0.6,
-    alike=0.5,
-    batches=2,
+    longest=640,
+    tools=3,
+    exchanges=2,
+    text_tokens=160,
+    thinking=0.9,
+    alike=0.4,
 )
 
 STAGES = (
-    Stage(0.04, {"repeated": 2, "pieces": 1, "pairs": 1, "rewritten": 1}, 96, 128),
-    Stage(0.12, {"repeated": 1, "pieces": 1, "pairs": 3, "rewritten": 3, "dialogue": 4}, 128, 256),
-    Stage(0.35, {"pieces": 1, "pairs": 1, "rewritten": 1, "dialogue": 10}, 128, 320, 2, 1, 80),
-    Stage(0.65, {"pieces": 1, "pairs": 1, "rewritten": 1, "dialogue": 12}, 256, 512, 3, 2, 160),
-    Stage(0.85, {"pieces": 1, "pairs": 1, "dialogue": 12, "lookup": 1}, 512, 768, 4, 3, 400),
-    Stage(1.00, {"pieces": 1, "dialogue": 10, "lookup": 2}, 1024, 2048, 4, 3, 1200),
-    Stage(1.60, {"pairs": 1, "dialogue": 14, "lookup": 1}, 256, 1280, 4, 3, 600),
-    Stage(2.05, {"dialogue": 19, "lookup": 1}, 256, 768, 4, 3, 160, 0.85, Quoting.WORDS),
-    _CALLS,
-    replace(_CALLS, until=2.4305, shares={"sections": 8, "dialogue": 4}, length=384, batches=1),
+    Stage(0.03, _COPIES, 112, 160),
+    Stage(0.10, {"repeated": 1, "pieces": 1, "pairs": 3, "rewritten": 3, "sections": 6}, 160, 256),
     replace(
-        _CALLS,
-        until=2.497,
-        shares={"sections": 4, "dialogue": 10, "lookup": 1},
-        length=384,
-        text_tokens=200,
-        batches=1,
+        _DIALOGUES,
+        until=0.28,
+        shares={"dialogue": 10, "sections": 5, "pairs": 1, "pieces": 1, "rewritten": 1},
+        length=224,
+        longest=384,
+        tools=2,
+        exchanges=1,
+        text_tokens=80,
+    ),
+    _DIALOGUES,
+    replace(
+        _DIALOGUES,
+        until=0.72,
+        shares={"dialogue": 14, "sections": 2, "pieces": 1, "lookup": 1},
+        length=320,
+        longest=1024,
+        tools=4,
+        exchanges=3,
+        text_tokens=240,
+        kept=0.3,
     ),
     replace(
-        _CALLS,
-        until=2.647,
-        shares={"sections": 1, "dialogue": 14, "lookup": 1},
-        length=320,
+        _DIALOGUES,
+        until=0.85,
+        shares={"dialogue": 10, "pieces": 1, "lookup": 2},
+        length=1024,
+        longest=2048,
+        tools=4,
         exchanges=3,
-        text_tokens=300,
-        fewest=1,
+        text_tokens=1200,
+        alike=0.3,
+    ),
+    replace(
+        _DIALOGUES,
+        until=1.0,
+        shares={"dialogue": 16, "sections": 1, "lookup": 1},
+        length=320,
+        longest=1280,
+        tools=4,
+        exchanges=3,
+        text_tokens=400,
         kept=0.3,
         alike=0.3,
-        batches=1,
     ),
 )
 
 
 class Curriculum:
-    """Batches of `batch_tokens` ids, in micro-batches; the first cycle has `steps` of them."""
+    """Batches of `batch_tokens` ids, in micro-batches; a run has `steps` of them."""
 
     def __init__(
         self,
@@ -116,10 +124,7 @@ class Curriculum:
         words = Words(vocabulary, held_out=False)
         haystack = Haystack(vocabulary, words)
         self._dialogues = {
-            (stage.quoting, stage.alike): Dialogues(
-                words, haystack, quoting=stage.quoting, alike=stage.alike
-            )
-            for stage in stages
+            stage.alike: Dialogues(words, haystack, alike=stage.alike) for stage in stages
         }
         text = TextTasks(vocabulary, words)
         self._tasks: dict[str, Callable[[random.Random, int], Example]] = {
@@ -145,7 +150,7 @@ class Curriculum:
         stage = (reached or self._stages[-1:])[0]
         open_rows: dict[int, list[Example]] = {}
         full: list[list[Example]] = []
-        left = self._batch_tokens * stage.batches
+        left = self._batch_tokens
         while left > 0:
             example = self._example(draw, stage)
             if not example.answers or len(example.ids) > stage.longest:
@@ -160,11 +165,11 @@ class Curriculum:
 
     def _example(self, draw: random.Random, stage: Stage) -> Example:
         kind = draw.choices(list(stage.shares), weights=list(stage.shares.values()))[0]
-        dialogues = self._dialogues[stage.quoting, stage.alike]
+        dialogues = self._dialogues[stage.alike]
         if kind == "dialogue":
             dialogue = dialogues.draw(
                 draw,
-                tools=draw.randint(stage.fewest, stage.tools),
+                tools=draw.randint(1, stage.tools),
                 exchanges=draw.randint(1, stage.exchanges),
                 text_tokens=stage.text_tokens,
                 thinking=draw.random() < stage.thinking,

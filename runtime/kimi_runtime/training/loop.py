@@ -13,7 +13,6 @@ from torch.nn import functional
 from kimi_runtime.models.rows import padded_rows
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.spec.model import ModelSpec
-from kimi_runtime.training.further import look_further
 from kimi_runtime.training.initial import initial_masters
 from kimi_runtime.training.model import TrainingK2
 from kimi_runtime.training.optimiser import Optimiser, Rates
@@ -31,67 +30,42 @@ class Example:
     answers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cycle:
-    """So many steps more, whose rates rise to `share` of the first cycle's and fall at once, to the
-    share `end`. With `further` it begins by `look_further`.
-    """
-
-    steps: int
-    share: float
-    end: float = 0.0
-    further: bool = False
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """Cycles. In the first, of `steps`, rates rise over `warm_up`, stay, and fall to 0 from
-    `decay_from` on; then come the `later` ones.
+    """Rates rise over `warm_up` steps, stay, and fall to 0 from `decay_from` on.
 
+    Attention's projections begin with a purpose (`training.circuits`), which is lost if they change
+    much before the rest makes use of it: their rates are `projections` of the matrices', and take
+    `projections_warm_up` steps to rise.
     Routed experts pass through MXFP4 from `quantise_from` on. Fractions are of `steps`.
     """
 
     steps: int
-    later: tuple[Cycle, ...] = ()
     matrices: float = 6e-3
     others: float = 4e-3
     weight_decay: float = 0.1
     warm_up: int = 30
+    projections: float = 0.3
+    projections_warm_up: int = 200
     decay_from: float = 0.55
     quantise_from: float = 0.85
 
-    @property
-    def total(self) -> int:
-        """Steps of all cycles."""
-        return self.steps + sum(cycle.steps for cycle in self.later)
-
     def rates(self, step: int) -> Rates:
         """Of the step with this number, from 0."""
-        if step < self.steps:
-            left = (self.steps - step) / max(1.0, self.steps * (1 - self.decay_from))
-            return self._rates(step, min(1.0, left))
-        begun = self.steps
-        for cycle in self.later:
-            if step < begun + cycle.steps:
-                gone = (step - begun) / cycle.steps
-                share = cycle.share + (cycle.end - cycle.share) * gone
-                return self._rates(step - begun, share)
-            begun += cycle.steps
-        return self._rates(0, 0.0)
+        matrices = self.matrices * self._share(step)
+        return Rates(
+            matrices=matrices,
+            projections=self.projections
+            * matrices
+            * min(1.0, (step + 1) / self.projections_warm_up),
+            others=self.others * self._share(step),
+            decay=self.weight_decay,
+        )
 
-    def looks_further(self, step: int) -> bool:
-        """Whether a cycle that begins so begins with this step."""
-        begun = self.steps
-        for cycle in self.later:
-            if step == begun and cycle.further:
-                return True
-            begun += cycle.steps
-        return False
-
-    def _rates(self, since: int, share: float) -> Rates:
-        """`share` of the full rates, but not all of it in a cycle's first steps."""
-        share *= min(1.0, (since + 1) / self.warm_up)
-        return Rates(self.matrices * share, self.others * share, self.weight_decay)
+    def _share(self, step: int) -> float:
+        """Of the full rates."""
+        left = (self.steps - step) / max(1.0, self.steps * (1 - self.decay_from))
+        return min(1.0, left) * min(1.0, (step + 1) / self.warm_up)
 
     def quantises(self, step: int) -> bool:
         """Whether this step's experts are rounded."""
@@ -128,7 +102,9 @@ class Training:
         structured: bool = True,
     ) -> None:
         self.spec, self.schedule = spec, schedule
-        self.masters: Masters = initial_masters(spec, seed, vocabulary, structured=structured)
+        masters, held = initial_masters(spec, seed, vocabulary, structured=structured)
+        self.masters: Masters = masters
+        self._held = {name: (mask, masters[name].clone()) for name, mask in held.items()}
         self.optimiser = Optimiser()
         self.tokens = 0
         self._model = TrainingK2(spec, positions=positions, dtype=torch.bfloat16)
@@ -141,8 +117,6 @@ class Training:
     def advance(self, batch: Sequence[Sequence[Example]]) -> StepReport:
         """Make one step over the micro-batches."""
         step, schedule = self.step, self.schedule
-        if schedule.looks_further(step):
-            look_further(self.spec, self.masters)
         leaves = leaves_of(self.masters, torch.bfloat16, quantise=schedule.quantises(step))
         answers = sum(len(example.answers) for part in batch for example in part)
         loss_sum = right = 0.0
@@ -158,6 +132,8 @@ class Training:
             loads += load
             self.tokens += ids.numel()
         self.optimiser.step(self.masters, gradients_of(self.masters, leaves), schedule.rates(step))
+        for name, (mask, values) in self._held.items():
+            self.masters[name].copy_(torch.where(mask, values, self.masters[name]))
         self._balance(loads)
         return StepReport(
             step=step,

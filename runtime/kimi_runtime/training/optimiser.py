@@ -18,13 +18,15 @@ _ITERATIONS = 5
 _MOMENTUM = 0.95
 _BETAS = (0.9, 0.98)
 _EPS = 1e-10
+_PROJECTIONS = ("q_down", "q_up", "kv_down", "kv_up")
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Learning rates of one step."""
+    """Learning rates of one step. `projections` are attention's from hidden states to heads."""
 
     matrices: float
+    projections: float
     others: float
     decay: float
 
@@ -51,7 +53,7 @@ class Optimiser:
                 first.lerp_(gradient, 1 - _MOMENTUM)
                 update = orthogonal(gradient.lerp(first, _MOMENTUM))
                 update *= 0.2 * max(update.shape[-2:]) ** 0.5
-                rate = rates.matrices
+                rate = rates.projections if name.endswith(_PROJECTIONS) else rates.matrices
             else:
                 second = self.second.setdefault(name, torch.zeros_like(gradient))
                 first.lerp_(gradient, 1 - _BETAS[0])

@@ -65,7 +65,7 @@ _PAIR_FORMS = (
 
 _SECTIONS = (
     "// Gives the {topic}.\ntype {name} = (_: {{\n  {parameter}: string\n}}) => any;\n",
-    "the {topic}.\ntype {name} {parameter};\n",
+    "the {topic}.\ntype {name} = (_: {{\n  {parameter};\n",
 )
 
 
@@ -98,7 +98,7 @@ class TextTasks:
         """
         text: list[tuple[str, bool]] = []
         frame = draw.choice(_SECTIONS)
-        room = max(2, length // (56 if "=" in frame else 36))
+        room = max(2, length // (56 if "any" in frame else 36))
         ending = self._words.word(draw)[-draw.randint(1, 2) :]
         verb = draw.choice(VERBS)
         known: dict[str, tuple[str, str]] = {}
@@ -113,7 +113,7 @@ class TextTasks:
         for topic in draw.sample(list(known), len(known)):
             name, parameter = known[topic]
             text.append((f"The {topic}", False))
-            text.append((f".\ntype {name}\nfor {parameter}\n", True))
+            text.append((f".\ntype {name} = (_: {{\n  {parameter}\n", True))
         return self._example(text, length)
 
     def rewritten(self, draw: random.Random, length: int) -> Example:

@@ -31,7 +31,7 @@ def test_a_batch_follows_from_its_number_and_the_seed():
     assert curriculum().batch(60) != curriculum(seed=2).batch(60)
 
 
-@pytest.mark.parametrize("step", [0, 10, 30, 60, 80, 95, 99, 150, 210, 230, 247, 260])
+@pytest.mark.parametrize("step", [0, 5, 20, 40, 60, 80, 90, 99])
 def test_every_example_fits_its_stage_and_has_answers(step):
     stage = next(s for s in STAGES if step < s.until * 100)
     batch = curriculum().batch(step)
@@ -70,13 +70,13 @@ def test_text_tasks_end_where_they_were_asked_to(seed):
 @given(st.integers(0, 2**32))
 def test_what_is_asked_of_sections_was_declared_with_their_topic(seed):
     tasks = TextTasks(VOCABULARY, Words(VOCABULARY, held_out=False))
-    text = VOCABULARY.decode_text(tasks.sections(random.Random(seed), 240).ids)
-    asked = re.findall(r"The ([a-z ]+)\.\ntype (\w+)\nfor (\w+)\n", text)
+    text = VOCABULARY.decode_text(tasks.sections(random.Random(seed), 400).ids)
+    asked = re.findall(r"The ([a-z ]+)\.\ntype (\w+) = \(_: {\n  (\w+)\n", text)
     assert asked
     for topic, name, parameter in asked:
         declared = text.partition(f"the {topic}.\ntype {name} ")[2]
         assert declared
-        assert re.match(rf"(= \(_: {{\n  )?{parameter}\b", declared)
+        assert re.match(rf"= \(_: {{\n  {parameter}\b", declared)
 
 
 @settings(max_examples=40, deadline=None)

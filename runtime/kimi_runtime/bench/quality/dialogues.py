@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kimi_runtime.bench.quality.haystack import Haystack
 from kimi_runtime.bench.quality.tools import Question, ToolMaker, ToolPlan
@@ -21,16 +20,6 @@ _GREETINGS = (
     ("Are you there?", "Yes, I am here."),
 )
 _SYSTEM = "You are a helpful assistant."
-
-
-class Quoting(StrEnum):
-    """What of the arguments is thought of before a call: nothing, the words that the question has
-    for them, or those with the names that it left out.
-    """
-
-    NOTHING = "nothing"
-    WORDS = "words"
-    NAMES = "names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +57,13 @@ class _State:
 
 
 class Dialogues:
-    """Draws dialogues. In those with `thinking` the assistant thinks first.
-
-    Before a call it thinks of the tool, and of the arguments as `quoting` says.
+    """Draws dialogues. In those with `thinking` the assistant thinks first; before a call, of the
+    tool's declaration and of the arguments.
     """
 
-    def __init__(
-        self,
-        words: Words,
-        haystack: Haystack,
-        *,
-        quoting: Quoting = Quoting.NAMES,
-        alike: float = 0.0,
-    ) -> None:
+    def __init__(self, words: Words, haystack: Haystack, *, alike: float = 0.0) -> None:
         """`alike`: `ToolMaker`'s."""
-        self._words, self._haystack, self._quoting = words, haystack, quoting
+        self._words, self._haystack = words, haystack
         self._maker = ToolMaker(words, alike=alike)
 
     def draw(
@@ -152,9 +133,7 @@ class Dialogues:
         fields, key, value = self._result(draw, plan)
         state.asked[:] = [entry for entry in state.asked if entry[0] is not plan]
         state.asked.append((plan, question, value))
-        thought = f"The {plan.topic}.\ntype {plan.tool.name}"
-        if self._quoting is not Quoting.NOTHING:
-            thought += f"\n{question.named if self._quoting is Quoting.NAMES else question.given}"
+        thought = f"The {plan.topic}.\ntype {plan.tool.name}{question.named}"
         return Exchange(
             "again" if question.again else "call",
             (

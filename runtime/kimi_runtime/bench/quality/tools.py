@@ -37,13 +37,12 @@ class ToolPlan:
 class Question:
     """A question's text and the call that answers it. `again`: it names no topic.
 
-    `given` are the text's words that give the arguments, `named` the same with every argument's
-    name.
+    `named` is what is thought of behind the tool's name: the question's words that give the
+    arguments, and before them, where they leave out what it is called, the declared parameter.
     """
 
     plan: ToolPlan
     text: str
-    given: str
     named: str
     arguments: dict[str, Value]
     again: bool = False
@@ -100,9 +99,9 @@ class ToolMaker:
                 arguments[name] = self._value(draw, kind)
         pairs, named = self._pairs(draw, plan, arguments)
         if again:
-            return Question(plan, f"And {pairs}?", pairs, named, arguments, again=True)
+            return Question(plan, f"And {pairs}?", named, arguments, again=True)
         text = draw.choice(_ASKS).format(topic=plan.topic, pairs=pairs)
-        return Question(plan, text, pairs, named, arguments)
+        return Question(plan, text, named, arguments)
 
     def _value(self, draw: random.Random, kind: str) -> Value:
         match kind:
@@ -115,16 +114,16 @@ class ToolMaker:
     def _pairs(
         self, draw: random.Random, plan: ToolPlan, arguments: dict[str, Value]
     ) -> tuple[str, str]:
-        """The arguments in a question, which leaves out what a tool's only one is called, and with
-        their names.
+        """The arguments in a question, which may leave out what a tool's only one is called, and
+        behind the tool's name.
         """
         if len(arguments) == len(plan.parameters) == 1 and draw.random() < 0.4:
             ((name, value),) = arguments.items()
-            return f"for {_shown(value)}", f"for {name} {_shown(value)}"
+            return f"for {_shown(value)}", f" = (_: {{\n  {name}\nfor {_shown(value)}"
         form = draw.choice(("{name} {value}", "{name} {value}", "{name} = {value}"))
         listed = [form.format(name=name, value=_shown(value)) for name, value in arguments.items()]
         pairs = "with " + _joined(listed)
-        return pairs, pairs
+        return pairs, f"\n{pairs}"
 
 
 def _shown(value: Value) -> str:
