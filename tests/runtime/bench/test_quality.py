@@ -127,9 +127,9 @@ def test_the_thought_before_a_call_names_every_argument_and_its_value(seed):
     dialogues = Dialogues(words, Haystack(VOCABULARY, words))
     dialogue = dialogues.draw(random.Random(seed), tools=2, exchanges=2, text_tokens=40)
     for message in (m for e in dialogue.exchanges for m in e.messages if m.calls):
-        named = message.reasoning.splitlines()[-1]
         for name, value in json.loads(message.calls[0].arguments).items():
-            assert re.search(rf"\b{name} (= )?{str(value).lower()}\b", named)
+            written = str(value).lower()
+            assert re.search(rf"\b{name}( | = |\nfor ){written}\b", message.reasoning)
 
 
 @settings(max_examples=40, deadline=None)
