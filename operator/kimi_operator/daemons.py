@@ -6,8 +6,12 @@ from kimi_operator.desired.labels import COMPONENT_LABEL
 from kimi_operator.desired.pool_files import POOL_PORT
 from kimi_operator.desired.umbp import DAEMON_ANNOTATION
 from kimi_operator.observed import InstanceView, Manifest, NodeView, ObjectKey
+from kimi_operator.stamps import seconds
 
 Children = Mapping[ObjectKey, Manifest]
+KNOWN_S = 20.0
+"""From when a daemon is ready until its peers surely follow it. Their list has it within a pass,
+their kubelets bring the list at once (`fleet_marks`), and they look at it every half second."""
 
 
 def pool_urls(children: Children) -> dict[str, str]:
@@ -68,6 +72,19 @@ def next_daemon(
     return next(iter([*broken, *idle]), None)
 
 
+def until_known_s(children: Children, now_s: float) -> float:
+    """How long until the newest ready daemon is known to the others; 0: it is.
+
+    One that leaves sooner could not move its blocks there, and of two the second has no other peer.
+    """
+    ages_s = [
+        abs(now_s - since_s)  # kubelets' clocks run apart from ours
+        for _, pod in _pods(children)
+        if not _leaves(pod) and (since_s := _ready_since_s(pod)) is not None
+    ]
+    return max(0.0, KNOWN_S - min(ages_s, default=KNOWN_S))
+
+
 def routers_are_current(children: Children) -> bool:
     """Whether every router's pod there is was made from what the spec says now."""
     for key, child in children.items():
@@ -115,7 +132,9 @@ def _url(pod: Manifest) -> str:
     address = pod["status"]["podIP"]
     host = f"[{address}]" if ":" in address else address
     ports = [port for one in pod["spec"].get("containers") or () for port in one.get("ports") or ()]
-    encrypted = any(port.get("name") == "https" for port in ports)
+    # others may have added a container with an https of its own
+    names = [port.get("name") for port in ports if port.get("containerPort") == POOL_PORT]
+    encrypted = "https" in names
     return f"{'https' if encrypted else 'http'}://{host}:{POOL_PORT}"
 
 
@@ -142,7 +161,12 @@ def _leaves(child: Manifest) -> bool:
 
 
 def _is_ready(pod: Manifest) -> bool:
-    return any(
-        condition["type"] == "Ready" and condition["status"] == "True"
-        for condition in (pod.get("status") or {}).get("conditions") or ()
-    )
+    return _ready_since_s(pod) is not None
+
+
+def _ready_since_s(pod: Manifest) -> float | None:
+    """None: it is not; 0: nobody says."""
+    for condition in (pod.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "Ready" and condition["status"] == "True":
+            return seconds(condition.get("lastTransitionTime"))
+    return None

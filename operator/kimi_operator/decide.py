@@ -13,7 +13,7 @@ from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.load import validated
 from kimi_operator.api.roles import RoleName
 from kimi_operator.changes import Delete, deletion
-from kimi_operator.daemons import next_daemon, pool_peers, pool_urls
+from kimi_operator.daemons import next_daemon, pool_peers, pool_urls, until_known_s
 from kimi_operator.desired.effective import Effective, GetPreset, resolve
 from kimi_operator.desired.render import Rendered, render, revision_of
 from kimi_operator.desired.revision import Revision
@@ -116,12 +116,14 @@ def as_not_decided() -> Iterator[None]:
 class Prospect:
     """All that the next step is chosen from, and every later one until something changes.
 
-    `stored` are the kept revisions, oldest first, `update` what the spec asks for; `view`,
+    `now_s` is Unix time; `stored` are the kept revisions, oldest first, `update` what the spec asks
+    for; `view`,
     `revisions` and `counts.by_role` are what `rollout.next_step` and `all_steps` take.
     """
 
     effective: Effective
     observed: Observed
+    now_s: float
     stored: tuple[Revision, ...]
     update: Revision
     counts: Targets
@@ -153,7 +155,7 @@ def prospect_of(
     )
     revisions = Revisions(update=update.name, history=names, failed=failed & set(names))
     look = preflight_of(effective, observed)
-    return Prospect(effective, observed, stored, update, counts, view, revisions, look)
+    return Prospect(effective, observed, now_s, stored, update, counts, view, revisions, look)
 
 
 def decide(
@@ -188,6 +190,7 @@ def decided(prospect: Prospect, step: Step) -> Decision:
     if blocking:
         raise NotDecided(blocking[0].reason, "; ".join(o.message for o in blocking))
     decision = _decision(effective, observed, rendered, step, update, prospect.counts, known)
+    decision = _with_daemons(decision, prospect, step)
     return _with_preflight(decision, prospect.preflight)
 
 
@@ -320,17 +323,23 @@ def _decision(
         facts=facts,
         wait_s=min(waits, default=None),
         hands_off=spec.suspend == "Reconcile",
-        renewed=_renewed(spec, observed, step),
     )
 
 
-def _renewed(spec: DeploymentSpec, observed: Observed, step: Step) -> tuple[Delete, ...]:
-    """The pool's daemon whose turn it is; where a rollout is paused, none."""
+def _with_daemons(decision: Decision, prospect: Prospect, step: Step) -> Decision:
+    """With the pool's daemon whose turn it is; where a rollout is paused, none."""
+    spec, observed = prospect.effective.deployment.spec, prospect.observed
     if spec.kv_pool.update_strategy != "Coordinated" or spec.rollout.paused:
-        return ()
-    target, nodes = step.target_revision, observed.nodes
-    key = next_daemon(observed.children, observed.instances, nodes, target)
-    return () if key is None else (deletion(key, observed.children[key]),)
+        return decision
+    children = observed.children
+    key = next_daemon(children, observed.instances, observed.nodes, step.target_revision)
+    if key is None:
+        return decision
+    wait_s = until_known_s(children, prospect.now_s)
+    if wait_s:
+        sooner = wait_s if decision.wait_s is None else min(wait_s, decision.wait_s)
+        return replace(decision, wait_s=sooner)
+    return replace(decision, renewed=(deletion(key, children[key]),))
 
 
 def _role(workers: Manifest) -> RoleName:

@@ -1,35 +1,40 @@
-"""What makes running routers read their list of workers at once. Pure.
+"""What makes running routers and pool daemons read their lists at once. Pure.
 
 The kubelet writes a changed ConfigMap into a pod's volume when it looks at the pod again, which is
-up to a minute and more later. A change of the pod itself makes it look now, so each router's pod is
-annotated with the list it should have.
+up to a minute and more later. A change of the pod itself makes it look now, so each is annotated
+with the list it should have: a router's with workers and pools, a daemon's with its peers.
 """
 
 from collections.abc import Iterable, Mapping
 
 from kimi_operator.desired.labels import COMPONENT_LABEL
 from kimi_operator.desired.names import digest_of
+from kimi_operator.desired.pool_files import PEERS_FILE
 from kimi_operator.desired.router import FLEET_FILE
 from kimi_operator.observed import Manifest, ObjectKey
 
 FLEET_ANNOTATION = "kimistack.dev/fleet"
-"""On routers' pods: digest of the list of workers and pools that was written last."""
+"""On these pods: digest of the list that was written last."""
+LISTS = {FLEET_FILE: "router", PEERS_FILE: "umbp"}
+"""By file, the component whose pods read it."""
 
 
 def fleet_patches(
     children: Mapping[ObjectKey, Manifest], wanted: Iterable[Manifest]
 ) -> dict[ObjectKey, Manifest]:
     """By pod, the merge patch that names the list in `wanted`; none for pods that have it."""
-    files = (m["data"].get(FLEET_FILE) for m in wanted if m["kind"] == "ConfigMap")
-    fleet = next((text for text in files if text is not None), None)
-    if fleet is None:
-        return {}
-    mark = digest_of(fleet)[:16]
+    marks = {
+        LISTS[file]: digest_of(text)[:16]
+        for manifest in wanted
+        if manifest["kind"] == "ConfigMap"
+        for file, text in manifest["data"].items()
+        if file in LISTS
+    }
     patches: dict[ObjectKey, Manifest] = {}
     for key, child in sorted(children.items()):
         metadata = child["metadata"]
-        is_router = (metadata.get("labels") or {}).get(COMPONENT_LABEL) == "router"
-        if key.kind != "Pod" or not is_router or "deletionTimestamp" in metadata:
+        mark = marks.get((metadata.get("labels") or {}).get(COMPONENT_LABEL, ""))
+        if key.kind != "Pod" or mark is None or "deletionTimestamp" in metadata:
             continue
         if (metadata.get("annotations") or {}).get(FLEET_ANNOTATION) != mark:
             patches[key] = {"metadata": {"annotations": {FLEET_ANNOTATION: mark}}}

@@ -241,12 +241,15 @@ class Reconciler:
         wrote += await self._scale(decision, observed)
         wrote += await self._apply_all(memory, plan, decision, observed, problems)
         wrote += await self._merge_all(fleet_patches(observed.children, decision.wanted))
-        for wanted in (*plan.deletes, *decision.renewed):
+        # a daemon whose template or routers have only just changed, or may not change, stays
+        moved = {one.key.kind for one in plan.applies if one.reason != "drift"}
+        renewed = () if moved & {"DaemonSet", "Deployment"} else decision.renewed
+        for wanted in (*plan.deletes, *renewed):
             await self._delete(key, wanted)
         for pod in broken_pods(observed.children):
             metadata = pod["metadata"]
             await self.kube.delete(ObjectKey.of(pod), uid=metadata["uid"])
-        return wrote + len(plan.deletes) + len(decision.renewed), problems
+        return wrote + len(plan.deletes) + len(renewed), problems
 
     async def _give_up_lost(self, key: Key, observed: Observed) -> int:
         """Take pods away from lost nodes whose workers have certainly ended.

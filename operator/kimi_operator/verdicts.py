@@ -328,6 +328,8 @@ def _outdated(facts: Facts) -> str:
         return ""
     if facts.deployment.spec.kv_pool.update_strategy == "OnDelete":
         how = "until their pods are deleted"
+    elif facts.deployment.spec.rollout.paused:
+        how = "while spec.rollout.paused holds them"
     elif not routers_are_current(facts.observed.children):
         how = f"until the routers are replaced{_failure_of(facts.observed, 'router')}"
     else:

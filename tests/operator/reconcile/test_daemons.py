@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 
 import ssa
-from kimi_operator.daemons import next_daemon, outdated_daemons, pool_peers, pool_urls
+from kimi_operator.daemons import (
+    KNOWN_S,
+    next_daemon,
+    outdated_daemons,
+    pool_peers,
+    pool_urls,
+    until_known_s,
+)
+from kimi_operator.desired.names import digest_of
+from kimi_operator.fleet_marks import FLEET_ANNOTATION
 from kimi_operator.observed import InstanceId, InstanceView, Manifest, NodeView, ObjectKey
+from kimi_operator.stamps import rfc3339
+from kimi_runtime.errors import ClusterRefused
 from kimi_runtime.spec.router import FleetSpec, RouterSpec
-from operator_world import NODE, World, nano
+from operator_world import KEY, NODE, World, nano
 
 NODES = ("node-1", "node-2", "node-3")
 SECRET = {"tlsSecretName": "pool-tls"}
@@ -155,6 +166,59 @@ async def test_a_daemon_that_does_not_come_back_holds_the_others_and_says_why():
     assert sorted(told(world).values()) == ["http", "http"]
 
 
+async def test_a_daemon_goes_once_its_peers_have_had_time_to_follow_the_newest_one():
+    world = await pooled()
+    world.edit(security=SECRET)
+    await world.settle(until=lambda: bool(deleted_pods(world)))
+    (fresh,) = [key for key in map(ObjectKey.of, pods(world).values()) if key not in _old(world)]
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(world.now_s)}
+    world.kube.edit(fresh, {"status": {"conditions": [ready]}}, "kubelet", subresource="status")
+    wait_s = await world.reconciler.run_pass(KEY)
+    assert wait_s is not None
+    assert 0 < wait_s <= KNOWN_S
+    assert len(deleted_pods(world)) == 1
+    config = world.child("ConfigMap", "nano-umbp-peers")
+    assert config is not None
+    mark = digest_of(config["data"]["peers.json"])[:16]
+    # the kubelet of each looks at the list now, not when it next comes by
+    assert [p["metadata"]["annotations"][FLEET_ANNOTATION] for p in pods(world).values()] == [
+        mark
+    ] * len(NODES)
+    world.now_s += wait_s
+    await world.passes()
+    assert len(deleted_pods(world)) == 2
+
+
+async def test_no_daemon_goes_while_the_routers_of_the_spec_are_refused():
+    world = await pooled()
+
+    def refuses(call: Any) -> None:
+        if (call.verb, call.kind) == ("apply", "Deployment"):
+            raise ClusterRefused("a webhook says no")
+
+    world.kube.before = refuses
+    world.edit(security=SECRET)
+    await world.settle()
+    assert deleted_pods(world) == []
+    assert set(told(world).values()) == {"http"}
+
+
+async def test_no_daemon_goes_in_the_pass_that_changes_what_it_would_be_made_from():
+    world = await pooled()
+    world.edit(kvPool={"dram": "256MiB"})
+    await world.passes(2)  # applied, and seen
+    daemons = ObjectKey("apps/v1", "DaemonSet", "llm", "nano-umbp")
+    world.edit(security=SECRET)
+    world.kube.edit(
+        daemons,
+        {"status": {"observedGeneration": world.kube.objects[daemons]["metadata"]["generation"]}},
+        "controller",
+        subresource="status",
+    )
+    await world.passes()
+    assert deleted_pods(world) == []
+
+
 def _speaks(pod: Manifest) -> str:
     return str(pod["spec"]["containers"][0]["ports"][0]["name"])
 
@@ -167,7 +231,7 @@ def _old(world: World) -> set[ObjectKey]:
     ("spec", "says"),
     [
         ({"kvPool": {"updateStrategy": "OnDelete"}}, "until their pods are deleted"),
-        ({"rollout": {"paused": True}}, "one node at a time"),
+        ({"rollout": {"paused": True}}, "while spec.rollout.paused holds them"),
     ],
 )
 async def test_daemons_stay_where_their_user_replaces_them_or_a_pause_holds(
@@ -220,7 +284,10 @@ def daemon(node: str, mark: str | None = "old", *, ready: bool = True, ends: boo
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {**_named(f"umbp-{node}"), "annotations": _mark(mark), **ending},
-        "spec": {"nodeName": node, "containers": [{"ports": [{"name": "http"}]}]},
+        "spec": {
+            "nodeName": node,
+            "containers": [{"ports": [{"name": "http", "containerPort": 8100}]}],
+        },
         "status": {
             "podIP": "10.0.0.1",
             "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
@@ -318,3 +385,24 @@ def test_each_is_reached_by_the_scheme_and_the_address_of_its_own_pod():
     b["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert pool_urls(known) == {"a": "http://10.0.0.1:8100"}
     assert pool_peers(known) == {"a": "http://10.0.0.1:8100", "b": "https://[fd00::2]:8100"}
+
+
+def test_a_port_of_a_sidecar_does_not_say_what_the_daemon_speaks():
+    pod = daemon("a")
+    pod["spec"]["containers"].append({"ports": [{"name": "https", "containerPort": 8443}]})
+    assert pool_urls({ObjectKey.of(pod): pod}) == {"a": "http://10.0.0.1:8100"}
+
+
+def test_the_newest_ready_daemon_is_given_time_to_be_known():
+    old, new, ends = daemon("a"), daemon("b", "new"), daemon("c", "new", ends=True)
+    for pod, since in ((old, "2030-01-01T00:00:00Z"), (new, "2030-01-01T01:00:00Z")):
+        pod["status"]["conditions"][0]["lastTransitionTime"] = since
+    ends["status"]["conditions"][0]["lastTransitionTime"] = "2030-01-01T02:00:00Z"
+    known = {ObjectKey.of(child): child for child in (daemon_set(), old, new, ends)}
+    ready_s = 1893459600.0
+    assert until_known_s(known, ready_s) == KNOWN_S
+    assert until_known_s(known, ready_s + KNOWN_S - 1) == 1
+    assert until_known_s(known, ready_s + KNOWN_S) == 0
+    # a kubelet whose clock is far ahead holds nothing up
+    assert until_known_s(known, ready_s - 1800) == 0
+    assert until_known_s({}, ready_s) == 0
