@@ -1,7 +1,7 @@
 """Everything a KimiDeployment becomes, in the order it is applied. Pure: equal in, equal out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kimi_operator.api.deployment import ROLES, DeploymentSpec, KimiDeployment
@@ -17,6 +17,7 @@ from kimi_operator.desired.revision import (
     Frozen,
     Revision,
     fingerprint,
+    former_fingerprint,
     named,
     to_controller_revision,
 )
@@ -68,6 +69,9 @@ def revision_of(
         components.append("umbp")
     before = [*([previous] if previous else []), *reversed(kept)]
     inputs = {name: fingerprint(effective.written, name, roles) for name in components}
+    alike = {name: {of_now} for name, of_now in inputs.items()}
+    for role in roles:
+        alike[role].add(former_fingerprint(effective.written, role, roles))
     templates: dict[str, Frozen] = {}
     groups: list[list[str]] = [[*roles], *([name] for name in components if name not in roles)]
     for group in groups:
@@ -76,12 +80,14 @@ def revision_of(
             (
                 parts
                 for parts in kept_parts
-                if all(part and part.inputs == inputs[name] for name, part in parts.items())
+                if all(part and part.inputs in alike[name] for name, part in parts.items())
             ),
             {},
         )
         for name in group:
-            templates[name] = same.get(name) or _frozen(effective, name, inputs[name])
+            part = same.get(name) or _frozen(effective, name, inputs[name])
+            current = part.inputs == inputs[name]
+            templates[name] = part if current else replace(part, inputs=inputs[name])
     return named(templates, spec.image or "")
 
 

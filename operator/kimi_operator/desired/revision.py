@@ -97,10 +97,24 @@ def fingerprint(written: Tree, component: str, roles: Collection[str]) -> str:
 
     `roles` are the roles the deployment has, whether the user or a preset says so.
     """
+    return _fingerprint(written, component, roles, ("networkPolicy", "tlsSecretName"))
+
+
+def former_fingerprint(written: Tree, component: str, roles: Collection[str]) -> str:
+    """The same as operators up to 0.3 wrote it of engines.
+
+    The Secret's name was among their fields, though nothing was made from it.
+    """
+    return _fingerprint(written, component, roles, ("networkPolicy",))
+
+
+def _fingerprint(
+    written: Tree, component: str, roles: Collection[str], not_in_pods: tuple[str, ...]
+) -> str:
     others = (*NOT_IN_PODS, *ROLES, "router", "security")
     shared = {key: value for key, value in written.items() if key not in others}
     secured = written.get("security", {})
-    shared["security"] = _without(secured, ("networkPolicy", "tlsSecretName"))
+    shared["security"] = _without(secured, not_in_pods)
     if component not in ROLES and secured.get("tlsSecretName"):
         shared["poolTls"] = secured["tlsSecretName"]
     shared["logLevel"] = written.get("observability", {}).get("logLevel")

@@ -1,13 +1,14 @@
 """TLS of the pool's daemons: what a Secret's name in the spec becomes, and what it leaves alone."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from kimi_operator.desired.effective import resolve
 from kimi_operator.desired.pool_tls import TLS_DIR
 from kimi_operator.desired.render import instances_of, render, revision_of
-from kimi_operator.desired.revision import Revision, fingerprint
+from kimi_operator.desired.revision import Revision, fingerprint, named
 from kimi_operator.observed import K8S_CURRENT
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.spec.router import RouterSpec
@@ -24,6 +25,13 @@ SGLANG = {
     "decode": {},
 }
 ROLES = ["prefill", "decode"]
+INPUTS_OF_0_3 = {
+    "prefill": "b8c4f42a1070d1b2",
+    "decode": "b3abea124fd74bf9",
+    "router": "0f0ebfc7f841f7fd",
+    "umbp": "aa20d34b51334877",
+}
+"""Fingerprints of `effective_of()` as 0.3.0 wrote them: the Secret was a field of them all."""
 
 
 def effective_of(secret="pool-tls", spec=NANO):
@@ -132,11 +140,22 @@ def test_a_secret_that_comes_or_goes_replaces_daemons_and_routers_and_no_engine(
 
 
 def test_a_deployment_that_named_a_secret_under_an_operator_that_left_it_out_gets_tls_now():
-    effective = effective_of()
     plain = revision_of(effective_of(secret=None))
-    kept = revision_of(effective, kept=[plain])
-    assert kept.templates["prefill"] == plain.templates["prefill"]
-    assert "https" in kept.templates["umbp"].ports
+    older = {
+        name: replace(
+            part,
+            inputs=INPUTS_OF_0_3[name],
+            pod={**part.pod, "metadata": {"annotations": {"rendered-by": "an older operator"}}},
+        )
+        for name, part in plain.templates.items()
+    }
+    before = named(older, plain.image)
+    upgraded = revision_of(effective_of(), kept=[before])
+    assert upgraded.name == before.name
+    assert "https" in upgraded.templates["umbp"].ports
+    # and no engine restarts later on, for the field is none of theirs
+    for later in (effective_of(secret=None), effective_of(secret="another")):
+        assert revision_of(later, kept=[upgraded]).name == before.name
 
 
 @pytest.mark.parametrize(
