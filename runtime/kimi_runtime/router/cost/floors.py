@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kimi_runtime.router.cost.decode import MAX_UTILISATION
+from kimi_runtime.router.cost.hits import usable_tokens
 from kimi_runtime.router.cost.order import ROUNDING
 from kimi_runtime.router.cost.prices import Context, Kind
 from kimi_runtime.router.cost.seat import (
@@ -185,8 +186,7 @@ class _Group:
         self, wait_s: Floats, deepest: Floats, step_s: Floats | None
     ) -> tuple[Floats, Floats, Floats]:
         """Seconds until ready, seconds of computing, and the square of those: each at least."""
-        length = self.context.request.prompt_tokens
-        local = np.minimum(self.cached, length - 1)
+        local = self._local()
         hits = _column(self.context.models.hits.ratios(self.names, "hbm"))
         local_s = self._compute(local, hits, step_s)
         deeper = deepest > local
@@ -205,6 +205,23 @@ class _Group:
         ready_s = np.where(together, wait_s + least_s, apart_s)
         least_s = np.minimum(least_s, np.where(deeper, part_s, local_s))
         return ready_s, least_s, least_s * least_s
+
+    def _local(self) -> Floats:
+        """Where each resumes from in its own memory, up to a part of a block."""
+        length = self.context.request.prompt_tokens
+        if all(one.checkpoints is None for one in self.workers):
+            return np.minimum(self.cached, length - 1)
+        # at all that is held, hits that fail would cost more than reading from a state before it
+        usable = [
+            usable_tokens(
+                one.cached_tokens,
+                one.checkpoints,
+                prompt_tokens=length,
+                block_tokens=one.block_tokens,
+            )
+            for one in self.workers
+        ]
+        return _column(usable)
 
     def _queue_ratio(self) -> Floats:
         share = np.minimum(np.maximum(self.busy, 0.0), 0.99)

@@ -115,6 +115,25 @@ def test_the_search_of_a_large_fleet_finds_what_pricing_everything_finds(request
     assert found.plan.hand_off == best.plan.hand_off
 
 
+@pytest.mark.parametrize("role", [Role.BOTH, Role.PREFILL])
+@pytest.mark.parametrize("found", [0, 1000])
+def test_a_worker_that_must_read_a_state_behind_its_own_is_not_left_out(role, found):
+    """Of what it holds itself it can use little, and little of that is really there."""
+    planner = CostPolicy(SPEC).planner
+    for _ in range(60):
+        planner.models.hits.observe("reader", "hbm", predicted=1000, found=found)
+    reader = worker("reader", role=role, cached_tokens=64_000, checkpoints=(8_000,))
+    usual = {"role": role, "cached_tokens": 40_000, "checkpoints": (40_000,), "reads_pools": False}
+    others = [worker(f"w{n}", **usual) for n in range(15)]
+    decodes = [worker("d", role=Role.DECODE)] if role is Role.PREFILL else []
+    pool = KvSource("pool-0", "n0", "dram", 60_032, (60_032,))
+    asked = turn(sources=(pool,))
+    chosen = decide(asked, [reader, *others, *decodes], planner=planner).explanation.chosen
+    best = decide(asked, [reader, *others, *decodes], planner=planner, exhaustive=True)
+    assert best.explanation.chosen.source == "pool-0"
+    assert chosen == best.explanation.chosen
+
+
 even_nodes = st.lists(
     st.tuples(
         st.sampled_from([(Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.PREFILL, Role.DECODE)]),
