@@ -100,6 +100,7 @@ class Arena:
         self._descriptor = descriptor
         # not of this object: views may outlive it, and who may still write must hold its locks
         self._closed = weakref.finalize(mapping, os.close, descriptor)
+        self._closed.atexit = False  # other threads go on until the process ends
         leave_to_parent(mapping, self._closed)
 
     @property

@@ -11,7 +11,7 @@ from kimi_connect.arena import Arena
 from kimi_connect.copying import copy_bytes
 from kimi_connect.directory import Listed
 from kimi_connect.tags import Leaves, block_tags, tag_of_leaves
-from kimi_connect.wire import Granted, GroupTag, PinnedBlock
+from kimi_connect.wire import MAX_GROUPS, Granted, GroupTag, PinnedBlock
 
 Stop = Callable[[], bool]
 
@@ -286,6 +286,8 @@ def check_store(
     """ValueError unless there is one block per key, each as large as the layer groups."""
     if len(keys) != len(blocks):
         raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
+    if len(group_bytes) > MAX_GROUPS:
+        raise ValueError(f"{len(group_bytes)} layer groups; a block has at most {MAX_GROUPS}")
     size = sum(group_bytes)
     for block in blocks:
         if size and block.nbytes != size:

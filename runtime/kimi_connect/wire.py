@@ -20,6 +20,8 @@ SESSION_BYTES = 16
 NONCE_BYTES = 32
 MAX_KEYS = 1024
 """Keys a client puts into one request. The daemon may answer for fewer: ask again for the rest."""
+MAX_GROUPS = 255
+"""Layer groups of a block, each with a tag: their count is a byte."""
 
 U8, U16, U32, U64 = (struct.Struct(code) for code in ("<B", "<H", "<I", "<Q"))
 

@@ -203,6 +203,13 @@ async def test_a_block_that_is_not_its_layer_groups_is_a_caller_s_error(client, 
     assert daemon.clients.pool.counters.reserved == 0
 
 
+async def test_more_layer_groups_than_a_block_can_have_tags_are_a_caller_s_error(connect, daemon):
+    client = await connect(daemon.spec.socket, group_bytes=(1,) * 255 + (BLOCK - 255,))
+    with pytest.raises(ValueError, match="256 layer groups"):
+        await client.store(keys_of(1), blocks_of(keys_of(1)), deadline_s=SOON_S)
+    assert daemon.clients.pool.counters.reserved == 0
+
+
 async def test_no_daemon_is_unavailable_and_no_exception(connect, tmp_path):
     client = await connect(tmp_path / "nobody")
     keys = keys_of(2)

@@ -282,6 +282,22 @@ def test_a_claim_ends_with_its_process(arena, tmp_path):
     assert arena.take(5)
 
 
+LOOKER = """
+import atexit, sys
+atexit.register(lambda: print(reopen_arena(path, SHAPE).take(5)))  # behind whatever comes later
+from kimi_connect.arena import Shape, reopen_arena
+path, SHAPE = sys.argv[1], Shape(4096, 8)
+arena = reopen_arena(path, SHAPE)
+assert arena.claim(5, 1)
+"""
+
+
+def test_a_claim_lasts_to_the_process_s_end_though_its_threads_may_copy_till_then(arena, tmp_path):
+    process = start_python(LOOKER, str(tmp_path / "arena"))
+    assert process.communicate()[0] == b"False\n"
+    assert arena.take(5)
+
+
 def test_an_arena_of_another_layout_has_no_stocks(tmp_path):
     with pytest.raises(ArenaGone):
         mapped(tmp_path)
