@@ -1,7 +1,7 @@
 """Attention heads with a purpose from the start.
 
 Each method sets some heads of one layer, in the layers' order: a later one reads what an earlier
-one brings. All of it is trained like the rest.
+one brings. What is not `held` is trained like the rest.
 """
 
 import math
@@ -53,7 +53,8 @@ class Circuits:
         ]
         """[width, hidden] each: where it puts the tokens 1, 2, … back, by one head each."""
         self.held: Held = {}
-        """What must stay as it is: what positions are read from, and the heads that look back."""
+        """What must stay as it is: what positions are read from, and the head that looks further
+        back."""
         self._part = width // spec.heads
         self._far = self._frame(spec.heads * self._part)
         """[heads * part, hidden]: where layer 1 puts the tokens behind those."""

@@ -4,7 +4,7 @@ A small model learns nothing about copying until it has found, by chance, heads 
 tokens before, and a head behind them that looks for places where the same tokens came before
 (Olsson et al., "In-context Learning and Induction Heads", arXiv 2209.11895). Here the first
 layer's heads begin by looking 1 to 4 tokens back, and two of the second layer's by comparing what
-they brought (`training.circuits`); the rest is random, and every number is trained.
+they brought (`training.circuits`); the rest is random.
 
 Four tokens do not always tell places apart: `type read_` begins the names of several tools, and
 every parameter stands behind ` = (_: {`. A third head of the second layer looks 4 tokens back and
