@@ -6,9 +6,9 @@ from typing import Any
 from kimi_operator.api.deployment import DeploymentSpec
 from kimi_operator.api.roles import RoleName
 from kimi_operator.desired.dashboard import dashboard, own_series
-from kimi_operator.desired.labels import COMPONENT_LABEL, Owner, metadata_of
+from kimi_operator.desired.labels import COMPONENT_LABEL, Component, Owner, metadata_of
 from kimi_operator.desired.left_out import LeftOut
-from kimi_operator.desired.names import pool_host
+from kimi_operator.desired.names import pool_host, pool_name
 from kimi_operator.desired.pool_tls import CA
 from kimi_operator.observed import (
     DEPLOYMENT_LABEL,
@@ -47,7 +47,7 @@ METRIC_NAMES: Mapping[str, Mapping[str, str]] = {
 def monitors(
     owner: Owner, spec: DeploymentSpec, capabilities: Capabilities, tls: str | None = None
 ) -> tuple[list[Manifest], list[LeftOut]]:
-    """PodMonitor, PrometheusRule and dashboard, as far as they are wanted and can be written.
+    """PodMonitors, PrometheusRule and dashboard, as far as they are wanted and can be written.
 
     `tls` is the Secret by which the pool's daemons encrypt; None: they do not.
     """
@@ -56,37 +56,45 @@ def monitors(
     missing: list[LeftOut] = []
     if wanted.dashboard == "Auto":
         found.append(dashboard(owner))
-    for kind, asked, build in (
-        (POD_MONITOR, wanted.pod_monitor, pod_monitor),
-        (PROMETHEUS_RULE, wanted.rules_object, prometheus_rule),
+    for kind, asked, objects in (
+        (POD_MONITOR, wanted.pod_monitor, pod_monitors(owner, tls)),
+        (PROMETHEUS_RULE, wanted.rules_object, [prometheus_rule(owner, spec, tls)]),
     ):
         if asked != "Auto":
             continue
         if capabilities.serves(kind):
-            found.append(build(owner, spec, tls))
+            found += objects
         else:
             missing.append(LeftOut(f"{kind.rpartition('/')[2]} {owner.name}", NOT_INSTALLED))
     return found, missing
 
 
-def pod_monitor(owner: Owner, spec: DeploymentSpec, tls: str | None = None) -> Manifest:
-    """Scrapes every pod's port `http`, and `https` where the pool's daemons encrypt by `tls`."""
-    del spec
-    scraped: Manifest = {"path": "/metrics", "interval": "15s"}
-    endpoints = [{"port": "http", **scraped}]
+def pod_monitors(owner: Owner, tls: str | None = None) -> list[Manifest]:
+    """Scrape every pod's port `http`, and `https` where the pool's daemons encrypt by `tls`.
+
+    The latter by an object of its own: one that names a Secret that is missing or lacks the key is
+    left out as a whole by the Prometheus operator.
+    """
+    found = [_pod_monitor(owner, owner.name, "deployment", {"port": "http"})]
     if tls is not None:
         host = pool_host(owner.name, owner.namespace)
         trusted = {"ca": {"secret": {"name": tls, "key": CA}}, "serverName": host}
-        endpoints.append({"port": "https", "scheme": "https", **scraped, "tlsConfig": trusted})
+        endpoint = {"port": "https", "scheme": "https", "tlsConfig": trusted}
+        found.append(_pod_monitor(owner, pool_name(owner.name), "umbp", endpoint))
+    return found
+
+
+def _pod_monitor(owner: Owner, name: str, component: Component, endpoint: Manifest) -> Manifest:
+    only = {} if component == "deployment" else {COMPONENT_LABEL: component}
     return {
         "apiVersion": POD_MONITOR.rpartition("/")[0],
         "kind": "PodMonitor",
-        "metadata": metadata_of(owner, owner.name, "deployment"),
+        "metadata": metadata_of(owner, name, component),
         "spec": {
-            "selector": {"matchLabels": {DEPLOYMENT_LABEL: owner.name}},
+            "selector": {"matchLabels": {DEPLOYMENT_LABEL: owner.name, **only}},
             "namespaceSelector": {"matchNames": [owner.namespace]},
             "podTargetLabels": [DEPLOYMENT_LABEL, ROLE_LABEL, REVISION_LABEL, COMPONENT_LABEL],
-            "podMetricsEndpoints": endpoints,
+            "podMetricsEndpoints": [{**endpoint, "path": "/metrics", "interval": "15s"}],
         },
     }
 

@@ -102,8 +102,7 @@ def test_probes_scrapes_and_policies_follow_the_scheme():
         get = container[probe]["httpGet"]
         assert (get["scheme"], get["port"]) == ("HTTPS", "https")
     assert {port["name"]: port["containerPort"] for port in container["ports"]}["https"] == 8100
-    plain, encrypted = found["PodMonitor", "kimi"]["spec"]["podMetricsEndpoints"]
-    assert plain == {"port": "http", "path": "/metrics", "interval": "15s"}
+    (encrypted,) = found["PodMonitor", "kimi-umbp"]["spec"]["podMetricsEndpoints"]
     assert (encrypted["port"], encrypted["scheme"]) == ("https", "https")
     assert encrypted["tlsConfig"] == {
         "ca": {"secret": {"name": "pool-tls", "key": "ca.crt"}},
@@ -112,6 +111,11 @@ def test_probes_scrapes_and_policies_follow_the_scheme():
     rules = found["PrometheusRule", "kimi"]["spec"]["groups"][0]["rules"]
     assert "KimistackCertificateEnds" in {rule["alert"] for rule in rules}
     without = objects(result_of(effective_of(secret=None)))
+    # a monitor whose Secret is missing is not used at all: the others' does not name it
+    assert found["PodMonitor", "kimi"] == without["PodMonitor", "kimi"]
+    selected = found["PodMonitor", "kimi-umbp"]["spec"]["selector"]["matchLabels"]
+    labels = found["DaemonSet", "kimi-umbp"]["spec"]["template"]["metadata"]["labels"]
+    assert selected.items() <= labels.items()
     for policy in ("kimi-umbp", "kimi-router", "kimi-engine"):
         assert found["NetworkPolicy", policy] == without["NetworkPolicy", policy]
 
@@ -125,7 +129,7 @@ def test_without_a_secret_nothing_is_said_that_an_older_image_does_not_know():
         assert "tls" not in {volume["name"] for volume in pod["volumes"]}
         names = {one["name"] for one in pod.get("initContainers", ())}
         assert "certificates" not in names
-    assert len(found["PodMonitor", "kimi"]["spec"]["podMetricsEndpoints"]) == 1
+    assert ("PodMonitor", "kimi-umbp") not in found
 
 
 def test_a_secret_that_comes_or_goes_replaces_daemons_and_routers_and_no_engine():
@@ -171,7 +175,7 @@ def test_where_there_is_no_pool_the_condition_says_that_nothing_is_encrypted(spe
     found = objects(result)
     router = pod_of(found, "Deployment", "kimi-router")
     assert "tls" not in {volume["name"] for volume in router["volumes"]}
-    assert len(found["PodMonitor", "kimi"]["spec"]["podMetricsEndpoints"]) == 1
+    assert ("PodMonitor", "kimi-umbp") not in found
 
 
 def test_a_pool_of_before_is_not_scraped_by_tls_and_the_condition_says_so():
@@ -181,7 +185,7 @@ def test_a_pool_of_before_is_not_scraped_by_tls_and_the_condition_says_so():
     result = result_of(effective, old)
     (left,) = result.left_out
     assert f"revision {now.name} was made without it" in left.reason
-    assert len(objects(result)["PodMonitor", "kimi"]["spec"]["podMetricsEndpoints"]) == 1
+    assert ("PodMonitor", "kimi-umbp") not in objects(result)
     assert not result_of(effective).left_out
 
 
