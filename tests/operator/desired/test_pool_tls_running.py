@@ -115,12 +115,18 @@ def tell(pod: Pod, pools: dict[str, str]) -> None:
     pod.put("/etc/kimistack/fleet.json", json.dumps(fleet))
 
 
+@pytest.fixture
+def folder(tmp_path_factory):
+    """Of a short name: sockets lie in it, whose paths have a limit."""
+    return tmp_path_factory.mktemp("t")
+
+
 async def test_rendered_daemons_and_router_serve_each_other_over_tls_and_refuse_strangers(
-    tmp_path, caplog
+    folder, caplog
 ):
-    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
-    a, b, router = (Pod(tmp_path / name, ours) for name in ("a", "b", "router"))
-    stranger = Pod(tmp_path / "c", theirs)
+    ours, theirs = Authority(folder / "ours"), Authority(folder / "theirs")
+    a, b, router = (Pod(folder / name, ours) for name in ("a", "b", "router"))
+    stranger = Pod(folder / "c", theirs)
     async with (
         daemon_of(a, "node-a") as (daemon_a, at_a),
         daemon_of(b, "node-b") as (daemon_b, at_b),
@@ -152,10 +158,10 @@ async def test_rendered_daemons_and_router_serve_each_other_over_tls_and_refuse_
         assert "certificate verify failed" in _lost(caplog)["node-c"]
 
 
-async def test_a_renewed_secret_reaches_daemons_and_routers_that_run(tmp_path, caplog):
+async def test_a_renewed_secret_reaches_daemons_and_routers_that_run(folder, caplog):
     caplog.set_level("INFO")
-    ours, another = Authority(tmp_path / "ours"), Authority(tmp_path / "another")
-    a, b, router = every = [Pod(tmp_path / name, ours) for name in ("a", "b", "router")]
+    ours, another = Authority(folder / "ours"), Authority(folder / "another")
+    a, b, router = every = [Pod(folder / name, ours) for name in ("a", "b", "router")]
     async with (
         daemon_of(a, "node-a") as (daemon_a, at_a),
         daemon_of(b, "node-b") as (daemon_b, at_b),
@@ -182,9 +188,9 @@ async def test_a_renewed_secret_reaches_daemons_and_routers_that_run(tmp_path, c
         assert "authority renewed" in caplog.text
 
 
-async def test_a_rendered_daemon_with_a_certificate_of_another_name_does_not_start(tmp_path):
-    ours = Authority(tmp_path / "ours")
-    pod = Pod(tmp_path / "a", ours, "DNS:another-umbp.llm.svc")
+async def test_a_rendered_daemon_with_a_certificate_of_another_name_does_not_start(folder):
+    ours = Authority(folder / "ours")
+    pod = Pod(folder / "a", ours, "DNS:another-umbp.llm.svc")
     with pytest.raises(ConfigError, match=f"not valid for '{HOST}'"):
         async with daemon_of(pod, "node-a"):
             pass
