@@ -104,7 +104,9 @@ def _settled(pool: Manifest, children: Children) -> bool:
     status = pool.get("status") or {}
     if status.get("observedGeneration", 0) < pool["metadata"].get("generation", 0):
         return False
-    return sum(1 for _ in _pods(children)) >= int(status.get("desiredNumberScheduled", 0))
+    # one that is still where none belongs any more stands in for no other
+    counted = ("desiredNumberScheduled", "numberMisscheduled")
+    return sum(1 for _ in _pods(children)) >= sum(int(status.get(name) or 0) for name in counted)
 
 
 def _pool(children: Children) -> Manifest | None:

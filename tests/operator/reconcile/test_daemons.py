@@ -318,6 +318,16 @@ def test_one_goes_at_a_time_and_only_while_every_other_one_works():
     assert chosen(a, b, c) is None
 
 
+def test_one_that_stays_on_a_node_where_none_belongs_any_more_stands_in_for_no_other():
+    # the node of c was tainted: its pod stays, and its DaemonSet wants those of a and b
+    pool = daemon_set(wanted=2)
+    pool["status"]["numberMisscheduled"] = 1
+    b, c = daemon("b"), daemon("c")
+    assert chosen(pool, daemon("a"), b, c) == "umbp-a"
+    assert chosen(pool, b, c) is None  # the one of a is not made yet
+    assert chosen(pool, daemon("a", "new"), b, c) == "umbp-b"
+
+
 def routers(**status: int) -> Manifest:
     labels = {"app.kubernetes.io/component": "router"}
     return {
