@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from kimi_operator.desired.labels import COMPONENT_LABEL
 from kimi_operator.desired.pool_files import POOL_PORT
 from kimi_operator.desired.umbp import DAEMON_ANNOTATION
+from kimi_operator.nodes import lets_in_daemons
 from kimi_operator.observed import InstanceView, Manifest, NodeView, ObjectKey
 from kimi_operator.stamps import seconds
 
@@ -47,7 +48,8 @@ def next_daemon(
     with it stops the new ones, while the old ones go on serving. Then one node at a time: every
     other daemon is there and ready, but for those of nodes that are lost. A node's turn comes once
     no engine there is still to be replaced, so that it goes along with the drain of the last one.
-    A daemon that does not work is of no use to any: it is first in line.
+    A daemon that does not work is of no use to any: it is first in line. One whose node would not
+    let its successor in stays as it is.
     """
     pool = _pool(children)
     outdated = outdated_daemons(children)
@@ -67,8 +69,11 @@ def next_daemon(
         if one.id.revision != target_revision and not (one.draining or one.terminating)
         for node in one.nodes
     }
-    broken = [key for key in outdated if key in here and not _is_ready(here[key])]
-    idle = [key for key in outdated if key in here and _node(here[key]) not in in_use]
+    tolerations = (pool["spec"]["template"].get("spec") or {}).get("tolerations") or ()
+    closed = {one.name for one in nodes or () if not lets_in_daemons(one, tolerations)}
+    may_go = [key for key in outdated if key in here and _node(here[key]) not in closed]
+    broken = [key for key in may_go if not _is_ready(here[key])]
+    idle = [key for key in may_go if _node(here[key]) not in in_use]
     return next(iter([*broken, *idle]), None)
 
 

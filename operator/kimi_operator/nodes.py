@@ -1,7 +1,8 @@
 """Nodes as the API has them, in whole units, and what pods request of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kimi_operator.observed import Manifest, NodeView
 from kimi_operator.stamps import seconds
@@ -59,6 +60,27 @@ def with_taken(
     if nodes is None:
         return None
     return tuple(replace(node, taken=taken.get(node.name, {})) for node in nodes)
+
+
+def lets_in_daemons(node: NodeView, tolerations: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a DaemonSet whose pods have these tolerations makes new ones for the node.
+
+    What Kubernetes itself taints nodes with, its controller tolerates in their stead.
+    """
+    return all(
+        taint.get("effect") not in ("NoSchedule", "NoExecute")
+        or taint["key"].startswith("node.kubernetes.io/")
+        or any(_tolerated(taint, one) for one in tolerations)
+        for taint in node.taints
+    )
+
+
+def _tolerated(taint: Mapping[str, Any], by: Mapping[str, Any]) -> bool:
+    if by.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    if by.get("operator") == "Exists":
+        return by.get("key") in (None, "", taint["key"])
+    return by.get("key") == taint["key"] and (by.get("value") or "") == (taint.get("value") or "")
 
 
 def node_view(node: Manifest) -> NodeView:

@@ -386,6 +386,43 @@ def test_daemons_of_lost_nodes_are_neither_waited_for_nor_replaced():
     assert chosen(daemon_set(), gone, daemon("b", "new"), daemon("c", "new"), nodes=nodes) is None
 
 
+@pytest.mark.parametrize(
+    ("taint", "tolerations", "goes"),
+    [
+        ({"key": "maintenance", "effect": "NoSchedule"}, [], False),
+        ({"key": "maintenance", "effect": "PreferNoSchedule"}, [], True),
+        ({"key": "maintenance", "value": "y", "effect": "NoSchedule"}, [{"key": "other"}], False),
+        (
+            {"key": "maintenance", "value": "y", "effect": "NoSchedule"},
+            [{"key": "maintenance", "value": "y"}],
+            True,
+        ),
+        (
+            {"key": "maintenance", "value": "n", "effect": "NoSchedule"},
+            [{"key": "maintenance", "value": "y", "effect": "NoSchedule"}],
+            False,
+        ),
+        (
+            {"key": "maintenance", "effect": "NoSchedule"},
+            [{"operator": "Exists", "effect": "NoExecute"}],
+            False,
+        ),
+        ({"key": "maintenance", "effect": "NoSchedule"}, [{"operator": "Exists"}], True),
+        # a DaemonSet's pods go there all the same
+        ({"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}, [], True),
+    ],
+)
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_daemon_stays_where_its_successor_would_not_be_let_in(
+    taint: dict[str, str], tolerations: list[dict[str, str]], goes: bool, ready: bool
+):
+    pool = daemon_set(wanted=1)
+    pool["spec"]["template"]["spec"] = {"tolerations": tolerations}
+    nodes = [NodeView("a", {}, (taint,), {}, ready=True), NodeView("b", {}, (), {}, ready=True)]
+    there = daemon("a", ready=ready)
+    assert chosen(pool, there, daemon("b", "new"), nodes=nodes) == ("umbp-a" if goes else None)
+
+
 def test_each_is_reached_by_the_scheme_and_the_address_of_its_own_pod():
     a, b = daemon("a"), daemon("b")
     b["spec"]["containers"][0]["ports"][0]["name"] = "https"
