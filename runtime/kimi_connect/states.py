@@ -54,6 +54,13 @@ def attached(key: bytes, held: Callable[[bytes], bool]) -> "list[bytes]":
     return later[::-1] + earlier[:-1]
 
 
+def takers(key: bytes, held: Callable[[bytes], bool]) -> "list[bytes]":
+    """Of a piece, whether it is held or not, what it is worth nothing without: see `attached`."""
+    number = int.from_bytes(key, "little")
+    earlier = _run(number, -_STRIDE, held)
+    return earlier + _run(number, _STRIDE, held) if earlier else []
+
+
 def deepest(boundaries: Sequence[bytes], count: int, held: Callable[[bytes], bool]) -> int:
     """One more than the last of `boundaries` whose state is held whole; 0 if none's is."""
     for position in range(len(boundaries), 0, -1):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kimi_connect.states import attached
+from kimi_connect.states import attached, takers
 from kimi_connect.wire import Extent
 from kimi_runtime.umbp.eviction import Idle
 from kimi_runtime.umbp.ghosts import Ghosts
@@ -102,9 +102,15 @@ class Shelf:
         return len(here)
 
     def spare(self, keys: Iterable[bytes]) -> list[Block]:
-        """Blocks of `keys` that could be evicted, and now can't be until `spared` has them back."""
-        here = {key: self.blocks[key] for key in keys if key in self.blocks}
-        spared = [block for block in here.values() if not block.pins]
+        """Blocks of `keys`, and what those are worth nothing without, that could be evicted, and
+        now can't be until `spared` has them back.
+        """
+        named: dict[bytes, None] = {}
+        for key in keys:
+            if key not in named:  # else all of its state is
+                named |= dict.fromkeys((*takers(key, self.blocks.__contains__), key))
+        here = [self.blocks[key] for key in named if key in self.blocks]
+        spared = [block for block in here if not block.pins]
         self.idle.remove(spared)
         return spared
 

@@ -292,7 +292,8 @@ def test_whatever_happens_a_state_is_whole_or_gone_and_none_is_without_its_bound
         key = keys[number]
         if op == "put":
             batch = [key] if number % 2 else [key, *piece_keys(key, 2)]
-            grants = pool.reserve([(one, 100) for one in batch], writer=b"w", now_s=now_s)
+            items = [(one, 100) for one in batch]
+            grants = pool.reserve(items, writer=b"w", now_s=now_s, as_one=number % 3 == 0)
             tags = (GroupTag(100, b"t" * 16),)
             mine = [(g.generation, tags) for g in grants if g.grant is Grant.RESERVED]
             if len(mine) == len(batch):
@@ -316,6 +317,24 @@ def test_whatever_happens_a_state_is_whole_or_gone_and_none_is_without_its_bound
             pieces = [piece for piece in piece_keys(one, 2) if piece in held]
             assert len(pieces) in (0, 2)
             assert one in held or not pieces
+
+
+@pytest.mark.parametrize("named", [[0], [1], [0, 1]])
+def test_no_put_of_a_state_pushes_out_its_boundary_or_what_of_it_was_there(named):
+    """However cold they are: with the boundary all of the state goes."""
+    pool = Pool(6, 100, Held(), 1e9, 1e9)
+    boundary, *others = keys_of(3)
+    pieces = piece_keys(boundary, 4)
+    tags = (GroupTag(100, b"t" * 16),)
+    for key in (boundary, *(pieces[n] for n in named), *others):
+        (granted,) = pool.reserve([(key, 100)], writer=b"w", now_s=0.0)
+        pool.commit([(granted.generation, tags)], writer=b"w", now_s=0.0)
+    lacking = [(piece, 100) for piece in pieces]
+    grants = pool.reserve(lacking, writer=b"w", now_s=1.0, as_one=True)
+    assert [n for n, one in enumerate(grants) if one.grant is Grant.HELD] == named
+    assert [pool.held([pieces[n]]) for n in named] == [1] * len(named)
+    assert pool.held([boundary]) == 1
+    pool.check_integrity()
 
 
 def test_k3s_state_is_so_many_pieces():
