@@ -57,11 +57,13 @@ async def store_part(
 async def _into_stock(daemon: Relink, link: Link, into: StockPut, how: Putting) -> None:
     assert link.stock is not None
     while clock.now_s() < how.ends_s and (part := into.part()) is not None:
-        try:
-            written = await _filled(daemon, link, part.keys, part.places, part.views, how)
-        except BaseException:
-            link.stock.let_go()
-            raise
+        written: list[Written] = []
+        if part.places:  # else nothing is claimed
+            try:
+                written = await _filled(daemon, link, part.keys, part.places, part.views, how)
+            except BaseException:
+                link.stock.let_go()
+                raise
         told = into.keep(part, written)
         if told is None:
             return

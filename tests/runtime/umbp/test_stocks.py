@@ -533,6 +533,23 @@ async def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing(daemon, mo
     await client.aclose()
 
 
+async def test_a_cancelled_put_of_what_is_there_lets_go_of_nobody_s_claim(daemon, monkeypatch):
+    monkeypatch.setattr(engine_storing, "INLINE_BYTES", -1)
+    client = await open_pool(daemon.spec.socket, CALL_KEY)
+    there = await stocked(client, daemon)
+    put = asyncio.ensure_future(client.store(there, blocks_of(there), deadline_s=SOON_S))
+    await asyncio.sleep(0)
+    put.cancel()
+    await asyncio.wait({put})
+    stock = client._daemon._link.stock
+    one, two = (stock.take(("default", BLOCK), 1) for _ in range(2))
+    stock.let_go()  # of the first: somebody may still write to the second
+    daemon.clients.pool.revoke()
+    assert daemon.clients.pool.stocks == len(one + two)
+    stock.let_go()
+    await client.aclose()
+
+
 async def test_what_is_put_by_asking_does_not_push_out_what_went_into_the_stock(daemon, client):
     pool = daemon.clients.pool
     hot = await stocked(client, daemon)
