@@ -91,15 +91,18 @@ def until_known_s(children: Children, now_s: float) -> float:
 
 
 def routers_are_current(children: Children) -> bool:
-    """Whether every router's pod there is was made from what the spec says now."""
+    """Whether every router's pod there is was made from what the spec says now, and one works."""
     for key, child in children.items():
         if key.kind != "Deployment" or _component(child) != "router":
             continue
         status = child.get("status") or {}
         if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
             return False
-        updated = status.get("updatedReplicas", 0)
-        if updated < child["spec"].get("replicas", 1) or updated < status.get("replicas", 0):
+        wanted, updated = child["spec"].get("replicas", 1), status.get("updatedReplicas", 0)
+        if updated < wanted or updated < status.get("replicas", 0):
+            return False
+        # where the old ones went with their node, there may be no other than those that wait
+        if wanted and not status.get("availableReplicas", 0):
             return False
     return True
 

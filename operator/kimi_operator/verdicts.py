@@ -326,9 +326,12 @@ def _outdated(facts: Facts) -> str:
     found = len(outdated_daemons(facts.observed.children))
     if not found:
         return ""
-    if facts.deployment.spec.kv_pool.update_strategy == "OnDelete":
+    spec = facts.deployment.spec
+    if spec.kv_pool.update_strategy == "OnDelete":
         how = "until their pods are deleted"
-    elif facts.deployment.spec.rollout.paused:
+    elif spec.suspend == "Reconcile":
+        how = "while spec.suspend holds them"
+    elif spec.rollout.paused:
         how = "while spec.rollout.paused holds them"
     elif not routers_are_current(facts.observed.children):
         how = f"until the routers are replaced{_failure_of(facts.observed, 'router')}"

@@ -250,6 +250,16 @@ async def test_daemons_stay_where_their_user_replaces_them_or_a_pause_holds(
     assert told(world) == {"node-1": "http", "node-2": "https", "node-3": "http"}
 
 
+async def test_a_deployment_that_is_suspended_midway_says_that_its_daemons_wait_for_that():
+    world = await pooled()
+    world.edit(security=SECRET)
+    await world.settle(until=lambda: len(deleted_pods(world)) == 1)
+    world.edit(suspend="Reconcile")
+    await world.settle()
+    assert len(deleted_pods(world)) == 1
+    assert "2 are of an earlier spec while spec.suspend holds them" in message(world, "KVPoolReady")
+
+
 async def test_an_unchanged_spec_and_a_change_of_engines_alone_leave_daemons_where_they_are():
     world = await pooled()
     world.restart()
@@ -328,6 +338,14 @@ def test_one_that_stays_on_a_node_where_none_belongs_any_more_stands_in_for_no_o
     assert chosen(pool, daemon("a", "new"), b, c) == "umbp-b"
 
 
+ROUTERS_DONE = {
+    "observedGeneration": 2,
+    "replicas": 2,
+    "updatedReplicas": 2,
+    "availableReplicas": 2,
+}
+
+
 def routers(**status: int) -> Manifest:
     labels = {"app.kubernetes.io/component": "router"}
     return {
@@ -335,7 +353,7 @@ def routers(**status: int) -> Manifest:
         "kind": "Deployment",
         "metadata": {"name": "kimi-router", "namespace": "llm", "labels": labels, "generation": 2},
         "spec": {"replicas": 2},
-        "status": {"observedGeneration": 2, "replicas": 2, "updatedReplicas": 2, **status},
+        "status": {**ROUTERS_DONE, **status},
     }
 
 
@@ -344,6 +362,9 @@ def test_daemons_wait_until_every_router_is_of_the_spec():
     assert chosen(*pool, routers()) == "umbp-a"
     assert chosen(*pool, routers(replicas=3)) is None  # an old one is still there
     assert chosen(*pool, routers(updatedReplicas=1)) is None
+    # the node of the old ones is gone, and what is wrong with the spec shows in the new ones
+    assert chosen(*pool, routers(availableReplicas=0)) is None
+    assert chosen(*pool, routers(availableReplicas=1)) == "umbp-a"
     assert chosen(*pool, routers(observedGeneration=1)) is None
 
 
