@@ -46,9 +46,9 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker, for one request, now. Nobody changes one.
+    """One worker, for one request, now. Nobody changes one: it is kept while nothing changes.
 
-    It is not frozen, since each decision makes one of every worker: that would take 4 us each.
+    It is not frozen, since a decision may make one of every worker: that would take 4 us each.
 
     `waiting`, `running` (requests) and `queued_tokens` (prompt tokens admitted, not yet computed)
     include what this router has sent and the worker has not reported yet. `cached_tokens` is the
