@@ -87,10 +87,18 @@ def test_what_a_parent_claimed_is_free_once_it_closes_though_a_child_lives(arena
     other.close()
 
 
-def test_a_closed_arena_is_no_trouble_to_a_child(arena):
+def test_a_closed_arena_keeps_no_child_from_leaving_the_others(arena, tmp_path):
+    """What is raised as a child begins is told nobody: all that came behind it would be missing."""
+    other = create_arena(f"{tmp_path}/other", page_bytes=4096, pages=64, epoch=1)
     arena.close()
-    with forked(lambda: 0) as status:
-        assert status() == 0
+
+    def work():
+        faulthandler.disable()
+        other.data[0] = 8
+
+    with forked(work) as status:
+        assert status() == -signal.SIGSEGV
+    other.close()
 
 
 def test_it_is_held_as_long_as_somebody_keeps_a_view(arena, tmp_path):
