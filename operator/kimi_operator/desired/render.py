@@ -29,6 +29,7 @@ from kimi_operator.desired.router import (
 from kimi_operator.desired.umbp import (
     encrypts,
     frozen_pool,
+    marked_as_before,
     pool_objects,
     pool_roles,
 )
@@ -88,6 +89,9 @@ def revision_of(
             part = same.get(name) or _frozen(effective, name, inputs[name])
             current = part.inputs == inputs[name]
             templates[name] = part if current else replace(part, inputs=inputs[name])
+    if "umbp" in templates and before:
+        newest = before[0].templates.get("umbp")
+        templates["umbp"] = marked_as_before(templates["umbp"], newest)
     return named(templates, spec.image or "")
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from typing import Literal
 
 from kimi_operator.api.deployment import DeploymentSpec
@@ -60,6 +61,17 @@ def frozen_pool(effective: Effective, inputs: str) -> Frozen:
     annotations = {DAEMON_ANNOTATION: digest_of(pod)[:16]}
     template: Manifest = {"metadata": {"annotations": annotations}, "spec": pod}
     return Frozen(inputs=inputs, pod=template, configs={name: files}, ports=_ports(spec))
+
+
+def marked_as_before(part: Frozen, before: Frozen | None) -> Frozen:
+    """`part`, without its mark where `before` has none and is the same in all else.
+
+    Else daemons that an operator up to 0.3 made would go for the mark alone.
+    """
+    if before is None or before.pod["metadata"].get("annotations"):
+        return part
+    unmarked = replace(part, pod={**part.pod, "metadata": before.pod["metadata"]})
+    return unmarked if digest_of(unmarked.content) == digest_of(before.content) else part
 
 
 def _ports(spec: DeploymentSpec) -> dict[str, int]:

@@ -343,6 +343,26 @@ def test_an_operator_that_renders_otherwise_keeps_the_pods_of_an_unchanged_spec(
         assert now.templates[component] is part
 
 
+def unmarked(revision: Revision) -> Revision:
+    """The revision as an operator left it that put no mark on the pool's daemons."""
+    manifest = to_controller_revision(revision, 1, Owner("kimi", "llm", UID))
+    stored = json.loads(json.dumps(manifest))
+    stored["data"]["templates"]["umbp"]["pod"]["metadata"] = {}
+    return from_controller_revision(stored)
+
+
+def test_daemons_that_bear_no_mark_get_none_with_a_change_of_the_engines_alone():
+    old = unmarked(revision_of(effective(NANO)))
+    environment = {"decode": {"env": [{"name": "A", "value": "b"}]}}
+    now = revision_of(effective({**NANO, **environment}), kept=[old])
+    assert now.name != old.name
+    assert now.templates["umbp"].content == old.templates["umbp"].content
+    assert now.templates["umbp"].inputs != old.templates["umbp"].inputs
+    larger = {"kvPool": {"dram": "1GiB"}}
+    now = revision_of(effective({**NANO, **environment, **larger}), kept=[old])
+    assert now.templates["umbp"].pod["metadata"]["annotations"]
+
+
 def test_writing_down_the_roles_of_the_preset_changes_nothing():
     old = aged(revision_of(effective({"preset": "kimi-nano/cpu"})))
     assert revision_of(effective(NANO), old).digest == old.digest
