@@ -3,7 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router_core import TOTAL, Core, keys_of
+from kimi_runtime.router.estimate.outputs import Length
+from kimi_runtime.router.insight import Facts
+from router_core import TOTAL, Core, info_of, keys_of
+
+LENGTH = Length(5.0, 1.0, 4096)
 
 steps = st.lists(
     st.one_of(
@@ -24,10 +28,16 @@ steps = st.lists(
         st.tuples(st.just("hold"), st.sampled_from("ab"), st.integers(1, 40)),
         st.tuples(st.just("evict"), st.sampled_from("ab"), st.integers(1, 40)),
         st.tuples(st.just("miss"), st.sampled_from("ab"), st.integers(1, 40)),
-        st.tuples(st.just("lose"), st.sampled_from("ab"), st.none()),
+        st.tuples(
+            st.sampled_from(["lose", "sample", "leave", "come back"]),
+            st.sampled_from("ab"),
+            st.none(),
+        ),
+        st.tuples(st.just("restart"), st.sampled_from("ab"), st.booleans()),
         st.tuples(st.just("wait"), st.just("a"), st.sampled_from([0.1, 0.5, 3.0])),
     ),
-    max_size=12,
+    min_size=6,
+    max_size=16,
 )
 
 
@@ -37,7 +47,22 @@ def happen(core, what, name, more, now_s):
         case "report":
             peer.report(now_s=now_s, **more)
         case "send":
+            core.insight.answers.begin(name, f"{now_s}", prompt_tokens=more, length=LENGTH)
             core.ledger.start(name, f"{now_s}", new_tokens=more)
+        case "sample":  # somebody's first id, say: no load changes by that
+            for request in core.insight.answers._workers.get(name, ()):
+                core.insight.answers.sampled(name, request, 100)
+        case "restart":
+            sizes = {"total_blocks": TOTAL // 2, "max_context_tokens": 131_072}
+            fields = {"epoch": peer.info.epoch + 1, "engine": "another", **sizes}
+            peer.info = peer.member.info = info_of(name, **fields)
+            if more:
+                core.insight.gone(name)
+                peer.report(now_s=now_s)
+        case "leave":
+            core.fleet.leave(name, now_s=now_s)
+        case "come back":
+            core.fleet.come_back(name)
         case "hold":
             peer.log.add(keys_of(more))
             peer.connect()
@@ -65,6 +90,14 @@ def test_what_is_kept_is_what_would_be_made(drawn):
                 peer.member._view = None
             _, made = core.look(keys_of(count), now_s=now_s)
             assert kept == made
+
+
+def test_a_view_is_of_the_request_that_is_asked_for():
+    core = Core("a")
+    load, facts = core.ledger.loads("a", now_s=0.0)["a"], Facts()
+    for asked in ((0, 0, None), (64, 0, None), (64, 128, None), (64, 128, (64,)), (64, 128, ())):
+        view = core["a"].member.seen(load, facts, *asked)
+        assert (view.cached_tokens, view.pool_tokens, view.checkpoints) == asked
 
 
 def test_a_worker_of_which_nothing_has_changed_is_seen_as_the_same_object():
