@@ -6,6 +6,7 @@ a parent's mapping, at the same addresses: whatever frees the inherited objects 
 and nothing that the child has mapped since. To touch what is there kills the child.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -40,7 +41,8 @@ def leave_to_parent(mapping: mmap.mmap, close: Callable[[], object]) -> None:
 
 def _leave() -> None:
     for mapping, close in list(_mappings.items()):
-        close()
+        with contextlib.suppress(OSError):  # somebody else closed it: the mapping goes all the same
+            close()
         if not mapping.closed:
             _unmap_in_place(mapping)
     _mappings.clear()
