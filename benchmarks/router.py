@@ -8,6 +8,7 @@ number.
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import platform
@@ -71,6 +72,8 @@ async def _router(folder: Path, pipe: Any, worker_url: str) -> None:
         thinking=False,
     )
     async with running_router(spec) as (url, _):
+        gc.collect()
+        gc.freeze()  # as a router does that was started by its command
         pipe.send(url)
         await asyncio.to_thread(pipe.recv)
 
@@ -220,7 +223,12 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--held", type=int, default=500, help="streams open at once, for memory")
+    parser.add_argument(
+        "--held",
+        type=int,
+        default=60,
+        help="streams open at once, for memory: at most what a worker answers at once",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
