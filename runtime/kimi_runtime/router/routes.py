@@ -70,7 +70,7 @@ class Routes:
     def between(self, prefill: WorkerView, decode: WorkerView) -> tuple[str, ...]:
         """From a prefill worker's memory into a decode worker's."""
         if prefill.node and prefill.node == decode.node:
-            return self._near(prefill) + self._near(decode)
+            return self.near(prefill) + self.near(decode)
         return self.outbound(prefill) + self.inbound(decode)
 
     def inbound(self, worker: WorkerView) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Routes:
             known = self._outbound[worker.name] = self._have((worker.name, "out"))
         return known
 
-    def _near(self, worker: WorkerView) -> tuple[str, ...]:
+    def near(self, worker: WorkerView) -> tuple[str, ...]:
         """The part of routes within a node that is the worker's own."""
         known = self._peer.get(worker.name)
         if known is None:

@@ -52,6 +52,7 @@ _DIALOGUES = Stage(
     thinking=0.9,
     alike=0.4,
 )
+_ALL_TOOLS = replace(_DIALOGUES, tools=4, exchanges=3)
 
 STAGES = (
     Stage(0.03, _COPIES, 112, 160),
@@ -68,35 +69,29 @@ STAGES = (
     ),
     _DIALOGUES,
     replace(
-        _DIALOGUES,
+        _ALL_TOOLS,
         until=0.72,
         shares={"dialogue": 14, "sections": 2, "pieces": 1, "lookup": 1},
         length=320,
         longest=1024,
-        tools=4,
-        exchanges=3,
         text_tokens=240,
         kept=0.3,
     ),
     replace(
-        _DIALOGUES,
+        _ALL_TOOLS,
         until=0.85,
         shares={"dialogue": 10, "pieces": 1, "lookup": 2},
         length=1024,
         longest=2048,
-        tools=4,
-        exchanges=3,
         text_tokens=1200,
         alike=0.3,
     ),
     replace(
-        _DIALOGUES,
+        _ALL_TOOLS,
         until=1.0,
         shares={"dialogue": 16, "sections": 1, "lookup": 1},
         length=320,
         longest=1280,
-        tools=4,
-        exchanges=3,
         text_tokens=400,
         kept=0.3,
         alike=0.3,

@@ -62,8 +62,8 @@ class Twins:
 
     def near(self, prefill: WorkerView, found: Found, decode: WorkerView) -> tuple[int, ...]:
         """Equal for pairs on one node each that cost the same."""
-        out, into = self._routes.between(prefill, decode)
-        links = self._own_links(prefill, (out,)), self._own_links(decode, (into,))
+        near = self._routes.near
+        links = self._own_links(prefill, near(prefill)), self._own_links(decode, near(decode))
         return self._number(links), self.prefill(prefill, found), self.decode(decode)
 
     def _number(self, alike: object) -> int:

@@ -90,14 +90,19 @@ def chosen(request, workers):
     return plan.mode, plan.prefill, plan.decode, plan.fetches
 
 
+def found_and_best(request, workers):
+    """What the search decides, and what pricing everything does."""
+    try:
+        found = decide(request, workers)
+    except Unavailable:
+        assume(False)
+    return found, decide(request, workers, exhaustive=True)
+
+
 @settings(max_examples=150, deadline=None)
 @given(any_turn, fleets())
 def test_the_search_finds_what_pricing_everything_finds(request_view, workers):
-    try:
-        found = decide(request_view, workers)
-    except Unavailable:
-        assume(False)
-    best = decide(request_view, workers, exhaustive=True)
+    found, best = found_and_best(request_view, workers)
     assert found.plan.workers == best.plan.workers
     assert found.explanation.chosen == best.explanation.chosen
 
@@ -105,11 +110,7 @@ def test_the_search_finds_what_pricing_everything_finds(request_view, workers):
 @settings(max_examples=50, deadline=None)
 @given(any_turn, fleets(13, 24))
 def test_the_search_of_a_large_fleet_finds_what_pricing_everything_finds(request_view, workers):
-    try:
-        found = decide(request_view, workers)
-    except Unavailable:
-        assume(False)
-    best = decide(request_view, workers, exhaustive=True)
+    found, best = found_and_best(request_view, workers)
     assert found.explanation.chosen == best.explanation.chosen
     assert found.plan.fetches == best.plan.fetches
     assert found.plan.hand_off == best.plan.hand_off
