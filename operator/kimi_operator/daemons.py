@@ -7,7 +7,7 @@ from kimi_operator.desired.pool_files import POOL_PORT
 from kimi_operator.desired.umbp import DAEMON_ANNOTATION
 from kimi_operator.nodes import lets_in_daemons
 from kimi_operator.observed import InstanceView, Manifest, NodeView, ObjectKey
-from kimi_operator.stamps import seconds
+from kimi_operator.stamps import ready_since_s
 
 Children = Mapping[ObjectKey, Manifest]
 KNOWN_S = 20.0
@@ -85,7 +85,7 @@ def until_known_s(children: Children, now_s: float) -> float:
     ages_s = [
         abs(now_s - since_s)  # kubelets' clocks run apart from ours
         for _, pod in _pods(children)
-        if not _leaves(pod) and (since_s := _ready_since_s(pod)) is not None
+        if not _leaves(pod) and (since_s := ready_since_s(pod)) is not None
     ]
     return max(0.0, KNOWN_S - min(ages_s, default=KNOWN_S))
 
@@ -171,12 +171,4 @@ def _leaves(child: Manifest) -> bool:
 
 
 def _is_ready(pod: Manifest) -> bool:
-    return _ready_since_s(pod) is not None
-
-
-def _ready_since_s(pod: Manifest) -> float | None:
-    """None: it is not; 0: nobody says."""
-    for condition in (pod.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Ready" and condition["status"] == "True":
-            return seconds(condition.get("lastTransitionTime"))
-    return None
+    return ready_since_s(pod) is not None

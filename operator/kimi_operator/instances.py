@@ -18,7 +18,7 @@ from kimi_operator.observed import (
     Manifest,
     ObjectKey,
 )
-from kimi_operator.stamps import seconds
+from kimi_operator.stamps import ready_since_s, seconds
 
 ROLES: tuple[str, ...] = get_args(RoleName)
 BROKEN = frozenset(
@@ -85,7 +85,7 @@ def _view(
     desired = int(stateful_set["spec"].get("replicas", 1))
     terminating = "deletionTimestamp" in stateful_set["metadata"]
     running = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-    ready = [since for pod in running if (since := _ready_since_s(pod)) is not None]
+    ready = [since for pod in running if (since := ready_since_s(pod)) is not None]
     draining = [pod for pod in pods if _labels(pod).get(DRAINING_LABEL) == "true"]
     reports = [loads[name] for pod in pods if (name := pod["metadata"]["name"]) in loads]
     cached = [report.cached_tokens for report in reports if report.cached_tokens is not None]
@@ -128,13 +128,6 @@ def _draining_since_s(pods: Iterable[Manifest]) -> float | None:
         .isdigit()
     ]
     return min(times) if times else None
-
-
-def _ready_since_s(pod: Manifest) -> float | None:
-    for condition in pod.get("status", {}).get("conditions") or ():
-        if condition["type"] == "Ready" and condition["status"] == "True":
-            return seconds(condition.get("lastTransitionTime"))
-    return None
 
 
 def pod_failures(pod: Manifest) -> tuple[str, ...]:
@@ -200,7 +193,7 @@ def fixable_by_recreation(pod: Manifest, update_revision: str) -> bool:
     """
     labels = _labels(pod)
     stale = labels.get("controller-revision-hash", update_revision) != update_revision
-    return stale and _ready_since_s(pod) is None and bool(pod_failures(pod))
+    return stale and ready_since_s(pod) is None and bool(pod_failures(pod))
 
 
 def doubtful_pods(children: Mapping[ObjectKey, Manifest], now_s: float) -> frozenset[str]:
