@@ -343,6 +343,7 @@ class FakeKube:
         self._tell("DELETED", gone)
 
     def _store(self, key: ObjectKey, new: Manifest) -> Manifest:
+        new = ssa.sorted_by_name(new)
         if key.kind == "KimiDeployment":
             new = defaults.stored(new)
         live = self.objects.get(key)

@@ -19,6 +19,13 @@ def cloned(value: Any) -> Any:
     return [cloned(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def sorted_by_name(value: Any) -> Any:
+    """A copy of plain data with its mappings in the order in which a server writes them."""
+    if isinstance(value, Mapping):
+        return {name: sorted_by_name(value[name]) for name in sorted(value)}
+    return [sorted_by_name(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 LIST_KEYS: dict[str, tuple[tuple[str, Any], ...]] = {
     "conditions": (("type", None),),
     "containers": (("name", None),),

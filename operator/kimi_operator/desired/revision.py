@@ -56,6 +56,11 @@ class Frozen:
     host_network: bool = False
     spread: str | None = None
 
+    def __post_init__(self) -> None:
+        # lists are made of these, and a server gives a stored mapping back in an order of its own
+        object.__setattr__(self, "configs", dict(sorted(self.configs.items())))
+        object.__setattr__(self, "ports", dict(sorted(self.ports.items())))
+
     @property
     def content(self) -> dict[str, Any]:
         """All but the fingerprint of what it was rendered from."""

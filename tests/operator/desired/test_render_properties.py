@@ -1,6 +1,5 @@
 """What holds of everything that is rendered, whatever the deployment says."""
 
-import dataclasses
 import json
 import re
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kimi_operator.changes import stamped
 from kimi_operator.desired.effective import Effective, resolve
 from kimi_operator.desired.engines.base import PORT_VARIABLES
 from kimi_operator.desired.labels import Owner
@@ -24,7 +24,6 @@ from kimi_operator.desired.revision import (
     from_controller_revision,
     to_controller_revision,
 )
-from kimi_operator.desired.workers import ports_of
 from kimi_operator.observed import K8S_1_20, K8S_CURRENT, InstanceId, Manifest, ObjectKey
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
@@ -220,13 +219,24 @@ def test_ports_of_a_pod_and_of_a_host_never_collide(
     assert len(set(of_hosts)) == len(of_hosts)
 
 
-def test_a_stored_revision_whose_ports_came_back_in_another_order_has_the_same_ports():
-    spec = {**NANO, "rdma": RDMA["hostNetwork"], "security": {"profile": "RDMA"}}
-    revision = revision_of(effective(spec))
-    owner, instance = Owner("kimi", "llm", UID), InstanceId("decode", revision.name, 0)
-    part = revision.role("decode")
-    turned = dataclasses.replace(part, ports=dict(reversed(part.ports.items())))
-    assert ports_of(owner, turned, instance) == ports_of(owner, part, instance)
+def turned(value: Any) -> Any:
+    """The same data, its mappings in the opposite order."""
+    if isinstance(value, dict):
+        return {name: turned(value[name]) for name in reversed(value)}
+    return [turned(item) for item in value] if isinstance(value, list) else value
+
+
+@few
+@given(specs())
+def test_what_a_stored_revision_renders_to_does_not_depend_on_the_order_it_came_back_in(
+    spec: dict[str, Any],
+):
+    written = revision_of(effective(spec))
+    stored = json.loads(json.dumps(to_controller_revision(written, 1, Owner("kimi", "llm", UID))))
+    expected = [stamped(manifest) for manifest in rendered(spec).manifests]
+    for kept in (stored, turned(stored)):
+        read = {written.name: from_controller_revision(kept)}
+        assert [stamped(m) for m in rendered(spec, revisions=read).manifests] == expected
 
 
 @few
