@@ -191,6 +191,11 @@ _POOL: tuple[Panel, ...] = (
             ("read", 'sum(increase(kimistack_umbp_lost_blocks_total{OWN,reason="corrupt"}[1h]))'),
         ),
     ),
+    Panel(
+        "Days until the pool's certificate ends",
+        "d",
+        (("{{pod}}", "min by (pod) (kimistack_umbp_certificate_days_left{OWN})"),),
+    ),
 )
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (

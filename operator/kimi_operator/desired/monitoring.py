@@ -166,12 +166,14 @@ def alerts(owner: Owner, spec: DeploymentSpec) -> list[Manifest]:
 
 def _certificate_alert(owner: Owner, tls: str) -> Manifest:
     """Sooner than cert-manager renews would be noise: it does so in the last third of the time."""
+    own = own_series(owner)
+    left, whole = (f"kimistack_umbp_certificate_days{end}{{{own}}}" for end in ("_left", ""))
     return _alert(
         "CertificateEnds",
-        f"min(kimistack_umbp_certificate_days_left{{{own_series(owner)}}}) < 7",
+        f"min({left} < clamp_max({whole} / 4, 7))",
         "1h",
         "warning",
-        f"A pool daemon's certificate ends within a week: renew Secret {tls}.",
+        f"The pool's certificate ends in a week or a quarter of its life: renew Secret {tls}.",
     )
 
 

@@ -54,6 +54,8 @@ class PoolMetrics(Collector):
         if (tls := self.state.tls) is not None:
             text = "Days until the daemon's own certificate ends; negative once it has."
             yield _gauge("certificate_days_left", text, tls.days_left)
+            text = "Days for which that certificate was made out."
+            yield _gauge("certificate_days", text, tls.days)
         if clients is not None:
             yield from _gauges(clients)
             yield from _counters(clients)

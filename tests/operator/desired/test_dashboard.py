@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from certificates import Authority
 from kimi_operator.desired.dashboard import dashboard
 from kimi_operator.desired.labels import Owner
 from kimi_runtime.engine.adapters.scripts import Reply
@@ -37,7 +38,7 @@ def asked_for(expression):
 
 async def exported(url):
     """Labels of every series that a process exports, by name; none of those without a value yet."""
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics", ssl=False) as response:
         text = await response.text()
     found = {}
     for family in text_string_to_metric_families(text):
@@ -60,11 +61,12 @@ async def chatted(url):
 
 @pytest.fixture
 async def series(tmp_path):
-    """What a pool daemon with an SSD and a peer, a worker and a router export after some work."""
+    """What an encrypted pool daemon with SSD and peer, a worker and a router export after work."""
     ssd = SsdSpec(folder=tmp_path / "ssd", capacity="16MiB", segment="1MiB")
+    tls = Authority(tmp_path / "ca").issue(tmp_path / "tls")
     async with (
-        peer(tmp_path, "a") as (a, at_a),
-        peer(tmp_path, "b", [("a", a.url)], ssd=ssd) as (b, at_b),
+        peer(tmp_path, "a", tls=tls) as (a, at_a),
+        peer(tmp_path, "b", [("a", a.url)], ssd=ssd, tls=tls) as (b, at_b),
         running_stack(
             tmp_path, [Part("w", lambda request: Reply(ids_of("Hello.<|im_end|>")))]
         ) as stack,

@@ -51,6 +51,11 @@ class Tls:
         validity = self._validity
         return math.nan if validity is None else validity.days_left(clock.unix_s())
 
+    @property
+    def days(self) -> float:
+        """Days for which that certificate was made out; NaN: unreadable."""
+        return math.nan if self._validity is None else self._validity.days
+
     def refresh(self) -> None:
         """Look at the files; new ones that fit together count from the next connection on."""
         try:

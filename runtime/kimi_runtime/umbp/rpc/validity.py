@@ -27,14 +27,18 @@ class Validity(NamedTuple):
     begins_s: float
     ends_s: float
 
+    @property
+    def days(self) -> float:
+        """Days from its begin to its end."""
+        return (self.ends_s - self.begins_s) / DAY_S
+
     def days_left(self, unix_s: float) -> float:
         """Days until it ends; negative once it has."""
         return (self.ends_s - unix_s) / DAY_S
 
     def ends_soon(self, unix_s: float) -> bool:
         """Whether it should have been renewed by now."""
-        whole = (self.ends_s - self.begins_s) / DAY_S
-        return self.days_left(unix_s) < min(SOON_DAYS, SOON_SHARE * whole)
+        return self.days_left(unix_s) < min(SOON_DAYS, SOON_SHARE * self.days)
 
 
 def validity_of(pem: bytes) -> Validity:

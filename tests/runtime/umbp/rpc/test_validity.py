@@ -77,6 +77,7 @@ def test_soon_is_two_weeks_or_a_quarter_of_a_short_life():
     assert not day.ends_soon(0.7 * DAY_S)
     assert day.ends_soon(0.8 * DAY_S)
     assert year.days_left(366 * DAY_S) == -1
+    assert (year.days, day.days) == (365, 1)
 
 
 def test_an_expired_certificate_is_told_once_a_day_and_a_good_one_never(
@@ -109,12 +110,13 @@ async def test_a_daemon_tells_its_days_left_and_its_peers_that_it_has_expired(
     )
     async with running(pool_spec(tmp_path, tls=expired)) as daemon, aiohttp.ClientSession() as http:
         async with http.get(f"{daemon.url}/metrics", ssl=False) as response:
-            (line,) = [
-                line
+            told = dict(
+                line.split()
                 for line in (await response.text()).splitlines()
-                if line.startswith("kimistack_umbp_certificate_days_left")
-            ]
-        assert -2 < float(line.split()[1]) < 0
+                if line.startswith("kimistack_umbp_certificate_days")
+            )
+        assert -2 < float(told["kimistack_umbp_certificate_days_left"]) < 0
+        assert "kimistack_umbp_certificate_days" in told
         async with peer(tmp_path, "b", [("a", daemon.url)], tls=good):
             await until(lambda: "the feed of a is lost" in caplog.text)
     assert "shows a certificate that has expired" in caplog.text
