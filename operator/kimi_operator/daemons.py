@@ -1,6 +1,7 @@
 """The pool's daemons as their pods show them: where each is, and which is replaced next. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from kimi_operator.desired.labels import COMPONENT_LABEL
 from kimi_operator.desired.pool_files import POOL_PORT
@@ -29,11 +30,22 @@ def pool_peers(children: Children) -> dict[str, str]:
 def outdated_daemons(children: Children) -> tuple[ObjectKey, ...]:
     """Pods made from another template than the DaemonSet has by now, by node."""
     pool = _pool(children)
-    if pool is None:
-        return ()
-    wanted = _mark(pool["spec"]["template"])
-    found = [(_node(pod), key) for key, pod in _pods(children) if _mark(pod) != wanted]
-    return tuple(key for _, key in sorted(found))
+    return () if pool is None else tuple(key for _, key in _older(children, pool))
+
+
+def nodes_to_renew(children: Children, wanted: Iterable[Manifest]) -> tuple[str, ...]:
+    """Nodes whose daemon was made from another template than the pool has in `wanted`."""
+    for manifest in wanted:
+        if manifest["kind"] == "DaemonSet" and _is_pool(manifest):
+            return tuple(node for node, _ in _older(children, manifest))
+    return ()
+
+
+class Turn(NamedTuple):
+    """The daemon's pod that is replaced next; without one, what the others of old wait for."""
+
+    pod: ObjectKey | None
+    waits_for: str = ""
 
 
 def next_daemon(
@@ -41,8 +53,8 @@ def next_daemon(
     instances: Iterable[InstanceView],
     nodes: Iterable[NodeView] | None,
     target_revision: str,
-) -> ObjectKey | None:
-    """The pod to delete, so that its DaemonSet makes it anew; None: none, or none yet.
+) -> Turn:
+    """The pod to delete, so that its DaemonSet makes it anew.
 
     Routers go first: they then know by what authority daemons are to be trusted, and what is wrong
     with it stops the new ones, while the old ones go on serving. Then one node at a time: every
@@ -53,16 +65,19 @@ def next_daemon(
     """
     pool = _pool(children)
     outdated = outdated_daemons(children)
-    if pool is None or not outdated or not _settled(pool, children):
-        return None
+    if pool is None or not outdated:
+        return Turn(None)
+    if not _settled(pool, children):
+        return Turn(None, "the DaemonSet to have a pod on every node")
     if not routers_are_current(children):
-        return None
+        return Turn(None, "the routers to be replaced")
     lost = {node.name for node in nodes or () if not node.ready}
     here = {key: pod for key, pod in _pods(children) if _node(pod) not in lost}
-    if any(_leaves(pod) for pod in here.values()):
-        return None
-    if not all(_is_ready(pod) for key, pod in here.items() if key not in outdated):
-        return None
+    if leaving := sorted(_node(pod) for pod in here.values() if _leaves(pod)):
+        return Turn(None, f"the daemon of {leaving[0]} to end")
+    new = (pod for key, pod in here.items() if key not in outdated)
+    if unready := sorted(_node(pod) for pod in new if not _is_ready(pod)):
+        return Turn(None, f"the new daemon of {unready[0] or 'a node'} to be ready")
     in_use = {
         node
         for one in instances
@@ -74,7 +89,12 @@ def next_daemon(
     may_go = [key for key in outdated if key in here and _node(here[key]) not in closed]
     broken = [key for key in may_go if not _is_ready(here[key])]
     idle = [key for key in may_go if _node(here[key]) not in in_use]
-    return next(iter([*broken, *idle]), None)
+    if first := next(iter([*broken, *idle]), None):
+        return Turn(first)
+    if may_go:
+        return Turn(None, f"the engines of {_node(here[may_go[0]])} to be replaced")
+    names = ", ".join(_node(children[key]) for key in outdated)
+    return Turn(None, f"{names} to come back, or to let a new daemon in (see its taints)")
 
 
 def until_known_s(children: Children, now_s: float) -> float:
@@ -105,6 +125,11 @@ def routers_are_current(children: Children) -> bool:
         if wanted and not status.get("availableReplicas", 0):
             return False
     return True
+
+
+def _older(children: Children, pool: Manifest) -> list[tuple[str, ObjectKey]]:
+    wanted = _mark(pool["spec"]["template"])
+    return sorted((_node(pod), key) for key, pod in _pods(children) if _mark(pod) != wanted)
 
 
 def _settled(pool: Manifest, children: Children) -> bool:

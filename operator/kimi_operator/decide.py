@@ -332,7 +332,7 @@ def _with_daemons(decision: Decision, prospect: Prospect, step: Step) -> Decisio
     if spec.kv_pool.update_strategy != "Coordinated" or spec.rollout.paused:
         return decision
     children = observed.children
-    key = next_daemon(children, observed.instances, observed.nodes, step.target_revision)
+    key, _ = next_daemon(children, observed.instances, observed.nodes, step.target_revision)
     if key is None:
         return decision
     wait_s = until_known_s(children, prospect.now_s)

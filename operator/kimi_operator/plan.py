@@ -15,6 +15,7 @@ from kimi_operator.api.deployment import DeploymentSpec, KimiDeployment
 from kimi_operator.api.load import validated
 from kimi_operator.changes import Changes, changes
 from kimi_operator.conditions import Condition
+from kimi_operator.daemons import nodes_to_renew
 from kimi_operator.decide import (
     NotDecided,
     Prospect,
@@ -58,8 +59,9 @@ class Plan:
 
     `spec` are the changed fields of the KimiDeployment itself; `once` are objects made by creation
     alone and never read. `outage` names an interruption that the rollout needs, `waits` what it
-    stops at before it is done. `warnings` are conditions that would not hold. `refusal`: nothing
-    of the spec would be brought about.
+    stops at before it is done. `daemons` are the nodes whose pool daemon is of an earlier spec
+    then, `daemons_by` who replaces it. `warnings` are conditions that would not hold. `refusal`:
+    nothing of the spec would be brought about.
     """
 
     namespace: str
@@ -70,6 +72,8 @@ class Plan:
     once: tuple[ObjectKey, ...] = ()
     taken: tuple[ObjectKey, ...] = ()
     stages: tuple[Stage, ...] = ()
+    daemons: tuple[str, ...] = ()
+    daemons_by: Literal["operator", "user"] = "operator"
     current_revision: str | None = None
     update_revision: str | None = None
     outage: str | None = None
@@ -213,9 +217,16 @@ def _planned(
         once=tuple(map(ObjectKey.of, decision.once)) if not plan.exists else (),
         taken=tuple(sorted({*difference.foreign, *taken})),
         stages=stages,
+        daemons=nodes_to_renew(observed.children, decision.wanted),
+        daemons_by=_replaces_daemons(prospect),
         outage=next((stage.outage for stage in stages if stage.outage), None),
         waits=_waits(stages, prospect.preflight.hold),
     )
+
+
+def _replaces_daemons(prospect: Prospect) -> Literal["operator", "user"]:
+    strategy = prospect.effective.deployment.spec.kv_pool.update_strategy
+    return "operator" if strategy == "Coordinated" else "user"
 
 
 def _waits(stages: tuple[Stage, ...], hold: str | None) -> str | None:

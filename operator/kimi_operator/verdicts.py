@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kimi_operator.api.deployment import KimiDeployment
 from kimi_operator.api.roles import RoleName
 from kimi_operator.conditions import Condition
-from kimi_operator.daemons import outdated_daemons, routers_are_current
+from kimi_operator.daemons import next_daemon, outdated_daemons, routers_are_current
 from kimi_operator.eligibility import nodes_eligible
 from kimi_operator.instances import pod_failures
 from kimi_operator.observed import InstanceView, LostPod, Manifest, Observed
@@ -336,8 +336,14 @@ def _outdated(facts: Facts) -> str:
     elif not routers_are_current(facts.observed.children):
         how = f"until the routers are replaced{_failure_of(facts.observed, 'router')}"
     else:
-        how = "and are replaced one node at a time"
+        how = f"and are replaced one node at a time{_turn(facts)}"
     return f"; {found} are of an earlier spec {how}"
+
+
+def _turn(facts: Facts) -> str:
+    observed, target = facts.observed, facts.step.target_revision
+    waits_for = next_daemon(observed.children, observed.instances, observed.nodes, target).waits_for
+    return f"; the next waits for {waits_for}" if waits_for else ""
 
 
 def _refused_pods(workload: Manifest | None) -> str:

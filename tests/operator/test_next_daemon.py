@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from kimi_operator.daemons import KNOWN_S, next_daemon, pool_peers, pool_urls, until_known_s
+from kimi_operator.daemons import (
+    KNOWN_S,
+    Turn,
+    next_daemon,
+    pool_peers,
+    pool_urls,
+    until_known_s,
+)
 from kimi_operator.observed import InstanceId, InstanceView, Manifest, NodeView, ObjectKey
 
 
@@ -50,10 +57,37 @@ def engine(node: str, revision: str, **fields: Any) -> InstanceView:
     return InstanceView(one, 1, 1, serving=True, nodes=(node,), **fields)
 
 
-def chosen(*children: Manifest, engines=(), nodes=None) -> str | None:
+def turn(*children: Manifest, engines=(), nodes=None) -> Turn:
     known = {ObjectKey.of(child): json.loads(json.dumps(child)) for child in children}
-    key = next_daemon(known, engines, nodes, "bbb")
-    return None if key is None else key.name
+    return next_daemon(known, engines, nodes, "bbb")
+
+
+def chosen(*children: Manifest, engines=(), nodes=None) -> str | None:
+    pod, _ = turn(*children, engines=engines, nodes=nodes)
+    return None if pod is None else pod.name
+
+
+def test_what_holds_the_next_one_is_named():
+    pool, b, c = daemon_set(), daemon("b"), daemon("c")
+    old = [engine(node, "aaa") for node in "bc"]
+    taint = {"key": "maintenance", "effect": "NoSchedule"}
+    nodes = [NodeView(node, {}, (taint,), {}, ready=node != "c") for node in "abc"]
+    fresh = daemon("a", "new")
+    held = {
+        turn(pool, b, c).waits_for: "the DaemonSet to have a pod on every node",
+        turn(pool, fresh, b, c, routers(replicas=3)).waits_for: "the routers to be replaced",
+        turn(pool, daemon("a", ends=True), b, c).waits_for: "the daemon of a to end",
+        turn(pool, daemon("a", "new", ready=False), b, c).waits_for: (
+            "the new daemon of a to be ready"
+        ),
+        turn(pool, fresh, b, c, engines=old).waits_for: "the engines of b to be replaced",
+        turn(pool, fresh, b, c, nodes=nodes).waits_for: (
+            "b, c to come back, or to let a new daemon in (see its taints)"
+        ),
+    }
+    assert list(held) == list(held.values())
+    assert turn(pool, fresh, b, c) == Turn(ObjectKey("v1", "Pod", "llm", "umbp-b"))
+    assert turn(pool, *(daemon(node, "new") for node in "abc")) == Turn(None)
 
 
 def test_one_goes_at_a_time_and_only_while_every_other_one_works():

@@ -38,6 +38,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         _line(console, f"  {key} is there and belongs to somebody else: it stays as it is", "red")
     _objects(plan, console)
     _rollout(plan, console)
+    _daemons(plan, console)
     _ends(plan, console)
 
 
@@ -110,6 +111,18 @@ def _rollout(plan: Plan, console: Console) -> None:
             str(stage.gpus),
         )
     console.print(table)
+
+
+def _daemons(plan: Plan, console: Console) -> None:
+    if not plan.daemons:
+        return
+    how = {
+        "operator": "replaced one node at a time, after the routers",
+        "user": "of an earlier spec until their pods are deleted",
+    }
+    nodes = ", ".join(plan.daemons)
+    _line(console, f"\npool daemons, {how[plan.daemons_by]}:", "bold")
+    _line(console, f"  {nodes}")
 
 
 def _moves(stage: Stage) -> bool:

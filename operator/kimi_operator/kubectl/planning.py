@@ -84,6 +84,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "outage": plan.outage,
             "waitsFor": plan.waits,
             "passes": [_pass(stage) for stage in plan.stages],
+            "daemons": {"nodes": list(plan.daemons), "by": plan.daemons_by},
         },
         "warnings": [
             {"type": c.type, "reason": c.reason, "message": c.message} for c in plan.warnings

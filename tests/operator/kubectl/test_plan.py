@@ -129,6 +129,29 @@ async def test_changed_fields_are_named_with_both_values():
     assert [f.path for f in plan.spec] == ["spec.router"]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "by", "says"),
+    [
+        ("Coordinated", "operator", "pool daemons, replaced one node at a time"),
+        ("OnDelete", "user", "pool daemons, of an earlier spec until their pods are deleted"),
+    ],
+)
+async def test_nodes_whose_pool_daemon_is_of_an_earlier_spec_then_are_named(
+    strategy: str, by: str, says: str
+):
+    world = World()
+    world.controllers.daemon_nodes = ("node-1", "node-2")
+    world.create(nano())
+    await world.settle()
+    assert (await planned(world)).daemons == ()
+    assert (await planned(world, router={"maxInFlight": 5})).daemons == ()
+    plan = await planned(world, kvPool={"dram": "256MiB", "updateStrategy": strategy})
+    assert (plan.daemons, plan.daemons_by) == (("node-1", "node-2"), by)
+    assert says in shown(plan)
+    assert "node-1, node-2" in shown(plan)
+    assert as_data(plan)["rollout"]["daemons"] == {"nodes": ["node-1", "node-2"], "by": by}
+
+
 async def test_drift_is_told_as_a_repair():
     world = await running()
     key = ObjectKey("v1", "Service", NAMESPACE, "nano-router")

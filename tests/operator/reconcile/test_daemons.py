@@ -154,6 +154,7 @@ async def test_a_daemon_that_does_not_come_back_holds_the_others_and_says_why():
     assert world.conditions["KVPoolReady"][0] == "False"
     said = message(world, "KVPoolReady")
     assert "2 of 3 nodes have the pool; 2 are of an earlier spec" in said
+    assert "the next waits for the new daemon of node-" in said
     assert WHY in said
     assert sorted(told(world).values()) == ["http", "http"]
 
