@@ -91,13 +91,21 @@ def daemon(folder: Path) -> Iterator[tuple[Path, bytes]]:
         process.wait()
 
 
-def best_s(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of each work's best round; they take turns, so that all meet the same machine."""
+def best_s(
+    works: Sequence[Callable[[], object]],
+    rounds: int,
+    prepare: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Seconds of each work's best round; they take turns, so that all meet the same machine.
+
+    `prepare` comes before each, and does not count.
+    """
     best = [float("inf")] * len(works)
     ends_s = time.perf_counter() + QUIET_S
     while rounds > 0 or time.perf_counter() < ends_s:
         rounds -= 1
         for number, work in enumerate(works):
+            prepare()
             start_s = time.perf_counter()
             work()
             best[number] = min(best[number], time.perf_counter() - start_s)
@@ -154,8 +162,12 @@ def transfer(
     """Seconds of memcpy and of each client's put, and of memcpy and of each client's get."""
     keys = [[secrets.token_bytes(16) for _ in blocks] for _ in clients]
 
+    fresh: list[bytes] = []
+
+    def new_keys() -> None:
+        fresh[:] = [secrets.token_bytes(16) for _ in blocks]
+
     def put(client: ArenaClient) -> None:
-        fresh = [secrets.token_bytes(16) for _ in blocks]
         assert client.store(fresh, blocks, deadline_s=60) == len(blocks)
 
     def get(client: ArenaClient, own: list[bytes]) -> None:
@@ -173,7 +185,8 @@ def transfer(
         at = 0 if at + 2 * total > far.nbytes else at + total
         copied(there(at), blocks)
 
-    put_s = best_s([copy_away, *(partial(put, client) for client in clients)], rounds)
+    puts = [partial(put, client) for client in clients]
+    put_s = best_s([copy_away, *puts], rounds, prepare=new_keys)
     for client, own in zip(clients, keys, strict=True):
         assert client.store(own, blocks, deadline_s=60) == len(blocks)
     gets = [partial(get, client, own) for client, own in zip(clients, keys, strict=True)]

@@ -25,6 +25,8 @@ class Batches:
         self, arena: Arena, keys: Sequence[bytes], into: Sequence[memoryview], ends_s: float
     ) -> int:
         """See `blocks.copy_local`."""
+        if self._copiers.alone:
+            return copy_local(arena, keys, into, self._leaves, _until(ends_s))
 
         def work(run: slice) -> int:
             return copy_local(arena, keys[run], into[run], self._leaves, _until(ends_s))
@@ -59,6 +61,8 @@ class Batches:
         ends_s: float,
     ) -> "list[Written]":
         """See `blocks.fill`: what was written whole, up to the first that was not."""
+        if self._copiers.alone:
+            return fill(keys, places, views, self._group_bytes, self._leaves, _until(ends_s))
 
         def work(run: slice) -> "list[Written]":
             given = (keys[run], places[run], views[run])

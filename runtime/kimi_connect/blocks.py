@@ -1,14 +1,16 @@
 """Copying blocks between an arena and an engine's memory, with their tags. Blocking; for threads.
 
-The functions look at `stop` before every piece, so that a caller whose deadline passed can wait
-for the copy to end instead of leaving a thread that still writes.
+The functions look at `stop` again and again, so that a caller whose deadline passed can wait for
+the copy to end instead of leaving a thread that still writes.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from kimi_connect.arena import Arena
-from kimi_connect.copying import copy_bytes
+from kimi_connect.copying import Copier, copier, matched
 from kimi_connect.directory import Listed
 from kimi_connect.tags import Leaves, block_tags, tag_of_leaves
 from kimi_connect.wire import MAX_GROUPS, Granted, GroupTag, PinnedBlock
@@ -17,6 +19,12 @@ Stop = Callable[[], bool]
 
 PIECE_BYTES = 256 << 10
 """Copied and tagged at a time: whole leaves, and what a core's own cache holds."""
+
+TOGETHER = 16
+"""Blocks copied out before the first of them is checked."""
+
+STOP_BYTES = 1 << 20
+"""Copied between two looks at whether to stop (some 0.1 ms)."""
 
 
 class Place(NamedTuple):
@@ -54,19 +62,24 @@ def copy_out(
 
     Checking the copy, not the arena, leaves no moment at which the bytes could still change.
     """
-    for position, (block, copy) in enumerate(
-        zip(
-            pinned,
-            [_out(arena, *one) for one in zip(keys, pinned, into, strict=False)],
-            strict=False,
-        )
-    ):
-        tags = None if copy is None else _copied(copy, leaves, stop)
-        if copy is not None and tags is None:
-            return CopiedOut(position)
-        if tags != _tags_of(block):
-            return CopiedOut(position, position)
-    return CopiedOut(min(len(pinned), len(into)))
+    copies = [_out(arena, *one) for one in zip(keys, pinned, into, strict=False)]
+    for start in range(0, len(copies), TOGETHER):
+        some = copies[start : start + TOGETHER]
+        fitting: list[_Copy] = []
+        for copy in some:
+            if copy is None:
+                break
+            fitting.append(copy)
+        digests = _digests(fitting, leaves, stop)
+        for position, (copy, found) in enumerate(zip(fitting, digests, strict=False), start):
+            if _tags(copy, found) != _tags_of(pinned[position]):
+                return CopiedOut(position, position)
+        done = start + len(digests)
+        if len(digests) < len(fitting):
+            return CopiedOut(done)
+        if len(fitting) < len(some):
+            return CopiedOut(done, done)
+    return CopiedOut(len(copies))
 
 
 def copy_local(
@@ -82,12 +95,18 @@ def copy_local(
     its pages were its own all the time, and its tags say that the bytes are the key's. Whatever is
     not so ends the run; the daemon knows more.
     """
-    listed = _listed(arena, keys, into)
-    for position, (entry, copy) in enumerate(listed):
-        tags = _copied(copy, leaves, stop)
-        if tags != _tags_of(entry.block) or not arena.directory.unchanged(entry):
-            return position
-    return len(listed)
+    done = 0
+    while done < len(keys):
+        some = slice(done, done + TOGETHER)
+        listed = _listed(arena, keys[some], into[some])
+        digests = _digests([copy for _, copy in listed], leaves, stop)
+        for (entry, copy), found in zip(listed, digests, strict=False):
+            if _tags(copy, found) != _tags_of(entry.block) or not arena.directory.unchanged(entry):
+                return done
+            done += 1
+        if len(digests) < TOGETHER:
+            break
+    return done
 
 
 def copy_in(
@@ -122,14 +141,13 @@ def fill(
     for key, place, block in zip(keys, places, blocks, strict=False):
         source = flat(block)
         groups = tuple(group_bytes) or (source.nbytes,)
-        copies.append(_Copy(key, groups, _cut(groups, place.parts, [source], checked=source)))
-    written: list[tuple[int, tuple[GroupTag, ...]]] = []
-    for place, copy in zip(places, copies, strict=False):
-        tags = _copied(copy, leaves, stop)
-        if tags is None:
-            break
-        written.append((place.generation, tuple(map(GroupTag, copy.groups, tags))))
-    return written
+        copy = _between(source, place.parts, into_one=False)
+        copies.append(_Copy(key, groups, copy, source))
+    digests = _digests(copies, leaves, stop)
+    return [
+        (place.generation, tuple(map(GroupTag, copying.groups, _tags(copying, found))))
+        for place, copying, found in zip(places, copies, digests, strict=False)
+    ]
 
 
 def intact_run(
@@ -160,15 +178,12 @@ def whole(parts: Sequence[memoryview]) -> memoryview:
 
 
 class _Copy(NamedTuple):
-    """One block's copy, cut up: for each layer group, what is tagged after which copies.
-
-    All of a batch is looked up and cut up before the first byte of it is copied. Behind a copy
-    that has filled the processor's caches, the same lines take several times as long.
-    """
+    """One block's copy, and what is tagged of it."""
 
     key: bytes
     groups: "tuple[int, ...]"
-    pieces: "list[list[tuple[memoryview, list[tuple[memoryview, memoryview]]]]]"
+    copy: Copier
+    checked: memoryview
 
 
 def _listed(
@@ -197,87 +212,65 @@ def _out(arena: Arena, key: bytes, block: PinnedBlock, target: memoryview) -> "_
     if block.size != target.nbytes or sum(groups) != block.size:
         return None
     parts = list(arena.parts(block.extents, block.size))
-    return _Copy(key, groups, _cut(groups, [target], parts, checked=target))
+    return _Copy(key, groups, _between(target, parts, into_one=True), target)
 
 
 def _tags_of(block: PinnedBlock) -> "tuple[bytes, ...]":
     return tuple([tag for _, tag in block.tags])
 
 
-def _copied(copy: _Copy, leaves: Leaves, stop: Stop) -> "tuple[bytes, ...] | None":
-    """Copy a block and tag it; None if it was stopped.
+def _digests(copies: "Sequence[_Copy]", leaves: Leaves, stop: Stop) -> "list[list[bytes]]":
+    """Copy blocks; the leaves' digests of each one's groups, of those copied before the stop.
 
-    A piece is tagged right after it was copied, while it is in the processor's cache.
+    A piece is hashed right after it was copied, while it is in the processor's cache. All else is
+    done before the first copy of a batch or after the last: behind a copy, which fills the caches,
+    the same lines take several times as long.
     """
-    tags = []
-    for group, pieces in enumerate(copy.pieces):
-        digests = []
-        for checked, pairs in pieces:
-            if stop():
-                return None
-            for to, of in pairs:
-                copy_bytes(to, of)
-            digests.append(leaves(checked))
-        tags.append(tag_of_leaves(copy.key, group, copy.groups[group], b"".join(digests)))
-    return tuple(tags)
+    copied: list[list[bytes]] = []
+    for _, groups, copy, checked in copies:
+        digests: list[bytes] = []
+        end = look_at = 0
+        for size in groups:
+            hashed: list[bytes] = []
+            at, end = end, end + size
+            while at < end:
+                if at >= look_at:
+                    if stop():
+                        return copied
+                    look_at = at + STOP_BYTES
+                to = min(at + PIECE_BYTES, end)
+                copy(at, to)
+                hashed.append(leaves(checked[at:to]))
+                at = to
+            digests.append(b"".join(hashed))
+        copied.append(digests)
+    return copied
 
 
-def _cut(
-    groups: Sequence[int],
-    into: Sequence[memoryview],
-    source: Sequence[memoryview],
-    *,
-    checked: memoryview,
-) -> "list[list[tuple[memoryview, list[tuple[memoryview, memoryview]]]]]":
-    """A block that lies in parts, on one side or the other, in pieces that end with the groups.
-
-    `checked` is the side that is in one part: what is tagged.
-    """
-    in_one = len(into) == len(source) == 1
-    spans = [] if in_one else _spans(into, source)
-    of_target = checked is into[0]
-    cut, start = [], 0
-    for size in groups:
-        pieces = []
-        for at in range(start, start + size, PIECE_BYTES):
-            end = min(at + PIECE_BYTES, start + size)
-            if in_one:
-                pair = (into[0][at:end], source[0][at:end])
-                pieces.append((pair[0] if of_target else pair[1], [pair]))
-            else:
-                pieces.append((checked[at:end], _stretch(spans, at, end)))
-        cut.append(pieces)
-        start += size
-    return cut
+def _tags(block: _Copy, digests: "Sequence[bytes]") -> "tuple[bytes, ...]":
+    groups = enumerate(zip(block.groups, digests, strict=True))
+    return tuple([tag_of_leaves(block.key, n, size, found) for n, (size, found) in groups])
 
 
-def _stretch(
-    spans: "list[tuple[int, memoryview, memoryview]]", start: int, end: int
-) -> "list[tuple[memoryview, memoryview]]":
-    """The copies of the bytes from `start` to `end`; forgets the spans that lie before."""
-    while spans[0][0] + spans[0][1].nbytes <= start:
-        del spans[0]
-    pairs = []
-    for first, target, piece in spans:
-        if first >= end:
-            break
-        low, high = max(start, first) - first, min(end, first + piece.nbytes) - first
-        pairs.append((target[low:high], piece[low:high]))
-    return pairs
+def _between(one: memoryview, parts: "Sequence[memoryview]", *, into_one: bool) -> Copier:
+    """Copies a block that lies in `one` part on one side and in `parts` on the other."""
+    if len(parts) == 1:
+        return copier(one, parts[0]) if into_one else copier(parts[0], one)
+    copiers = [
+        copier(piece, part) if into_one else copier(part, piece)
+        for part, piece in matched(parts, one)
+    ]
+    ends = list(accumulate(part.nbytes for part in parts))
 
+    def copy(start: int, end: int) -> None:
+        place = bisect_right(ends, start)
+        while start < end:
+            first = ends[place] - parts[place].nbytes
+            last = min(end, ends[place])
+            copiers[place](start - first, last - first)
+            start, place = last, place + 1
 
-def _spans(
-    into: Sequence[memoryview], source: Sequence[memoryview]
-) -> "list[tuple[int, memoryview, memoryview]]":
-    """Where the bytes of one side's parts belong in the other's: offset, target, source."""
-    one = into[0] if len(into) == 1 else None
-    at, spans = 0, []
-    for part in source if one is not None else into:
-        end = at + part.nbytes
-        pair = (one[at:end], part) if one is not None else (part, source[0][at:end])
-        spans.append((at, *pair))
-        at = end
-    return spans
+    return copy
 
 
 def check_store(

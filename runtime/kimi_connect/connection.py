@@ -105,7 +105,7 @@ class Connection:
         while self._awaited:
             came = self._decoder.next()
             if came is None:
-                self._socket.settimeout(0)
+                self._never_wait()
                 try:
                     self._received(self._socket.recv_into(self._decoder.room()))
                 except BlockingIOError:
@@ -147,8 +147,15 @@ class Connection:
         return welcome
 
     def _send(self, op: Op, request: int, payload: bytes, ends_s: float) -> None:
-        self._wait_until(ends_s)
-        self._socket.sendall(pack_frame(op, request, payload))
+        """Without asking the kernel first whether there is room: there nearly always is."""
+        _left_s(ends_s)
+        frame, sent = pack_frame(op, request, payload), 0
+        self._never_wait()
+        with suppress(BlockingIOError):
+            sent = self._socket.send(frame)
+        if sent < len(frame):
+            self._wait_until(ends_s)
+            self._socket.sendall(frame[sent:])
 
     def _receive(self, ends_s: float) -> Frame:
         while True:
@@ -163,11 +170,19 @@ class Connection:
             raise Lost("the pool daemon closed the connection")
         self._decoder.received(count)
 
+    def _never_wait(self) -> None:
+        if self._socket.gettimeout() != 0:  # to set it costs a system call
+            self._socket.settimeout(0)
+
     def _wait_until(self, ends_s: float) -> None:
-        left_s = ends_s - now_s()
-        if left_s <= 0:
-            raise TimeoutError("the deadline passed while waiting for the pool daemon")
-        self._socket.settimeout(left_s)
+        self._socket.settimeout(_left_s(ends_s))
+
+
+def _left_s(ends_s: float) -> float:
+    left_s = ends_s - now_s()
+    if left_s <= 0:
+        raise TimeoutError("the deadline passed while waiting for the pool daemon")
+    return left_s
 
 
 def _accepted(came: Frame) -> Frame:

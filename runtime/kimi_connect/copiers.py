@@ -23,6 +23,11 @@ class Copiers:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, "kv-copy") if threads > 1 else None
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is only the caller's thread."""
+        return self._pool is None
+
     def run(
         self, sizes: Sequence[int], work: Callable[[slice], Result]
     ) -> "list[tuple[slice, Result]]":

@@ -5,7 +5,7 @@ that copies would still stop the event loop; numpy's copy releases it. Without n
 the slice assignment, in pieces small enough that others get their turn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 try:
     import numpy as np
@@ -17,6 +17,9 @@ PIECE_BYTES = 1 << 20
 
 _SMALL_BYTES = 4096
 
+Copier = Callable[[int, int], None]
+"""Copies the bytes from one offset to another of two stretches of memory."""
+
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy `source` over `target`, both flat bytes of one size (ValueError otherwise)."""
@@ -27,6 +30,22 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
             target[start : start + PIECE_BYTES] = source[start : start + PIECE_BYTES]
         return
     np.frombuffer(target, np.uint8)[...] = np.frombuffer(source, np.uint8)
+
+
+def copier(target: memoryview, source: memoryview) -> Copier:
+    """Copies `source` over `target`, both flat bytes of one size (ValueError otherwise), piece by
+    piece: what is the same for all pieces is done once.
+    """
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"a copy of {source.nbytes} bytes into {target.nbytes}")
+    if np is None or source.nbytes <= _SMALL_BYTES:
+        return lambda start, end: copy_bytes(target[start:end], source[start:end])
+    to, of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+
+    def copy(start: int, end: int) -> None:
+        to[start:end] = of[start:end]
+
+    return copy
 
 
 def matched(

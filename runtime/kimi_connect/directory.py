@@ -31,6 +31,7 @@ SEQ = struct.Struct("<Q")
 BODY_BYTES = CELL_BYTES - HEAD.size
 _TAG = struct.Struct(f"<I{TAG_BYTES}s")
 _EXTENT = struct.Struct("<QI")
+_TAG_AND_EXTENT = struct.Struct(f"<I{TAG_BYTES}sQI")
 _KEY_AT = 32
 _MAX_EXTENTS = 1 << 20
 
@@ -144,11 +145,16 @@ class Directory:
         seq, kind, _, tags, tenant, extents, generation, size, more, key = HEAD.unpack_from(cell)
         if seq % 2 or kind != BLOCK or key != wanted or extents > _MAX_EXTENTS:
             return None
-        body, _ = self._body(cell, tenant + tags * _TAG.size + extents * _EXTENT.size, more)
-        block = _block(generation, size, body[tenant:], tags, extents)
-        if block is None:
-            return None
-        listed = Listed(at, seq, block)
+        if tags == extents == 1 and tenant <= BODY_BYTES - _TAG_AND_EXTENT.size:  # as most are
+            tag_size, tag, first, pages = _TAG_AND_EXTENT.unpack_from(cell, HEAD.size + tenant)
+            groups, where = (GroupTag(tag_size, tag),), (Extent(first, pages),)
+            listed = Listed(at, seq, PinnedBlock(generation, size, groups, where))
+        else:
+            body, _ = self._body(cell, tenant + tags * _TAG.size + extents * _EXTENT.size, more)
+            block = _block(generation, size, body[tenant:], tags, extents)
+            if block is None:
+                return None
+            listed = Listed(at, seq, block)
         return listed if self.unchanged(listed) else None
 
     def _body(self, cell: bytes, need: int, more: int) -> "tuple[bytes, tuple[int, ...]]":
@@ -173,9 +179,6 @@ def _block(
 ) -> "PinnedBlock | None":
     """What a body says behind its tenant; None if it ends too early."""
     end = tags * _TAG.size
-    if tags == extents == 1 and len(body) >= _TAG.size + _EXTENT.size:  # as most are
-        tag, extent = _group_tag(_TAG.unpack_from(body)), _extent(_EXTENT.unpack_from(body, end))
-        return PinnedBlock(generation, size, (tag,), (extent,))
     need = end + extents * _EXTENT.size
     if len(body) < need:
         return None

@@ -65,13 +65,13 @@ class Storing:
     ) -> Stored:
         """Put blocks until one does not fit. Lost, TimeoutError."""
         views = [flat(block) for block in blocks]
-        small = sum(view.nbytes for view in views) <= small_puts.SMALL_PUT_BYTES
         with self._daemon.using(ends_s) as connection:
             into = StockPut(connection.stock, keys, views, tenant, priority, now_s)
             self._into_stock(connection, into, ends_s)
         done = into.done
         if done == len(keys):
             return Stored(done, done, done if into.told < 2 else 0)
+        small = sum(view.nbytes for view in views) <= small_puts.SMALL_PUT_BYTES
         by_asking = self._in_one_call if small else self._in_two_steps
         try:
             # of all, so that nothing of this very put makes room for its rest
@@ -92,7 +92,8 @@ class Storing:
             if part is None:
                 return
             written = self._batches.fill(part.keys, part.places, part.views, ends_s)
-            connection.stock.put_back(part.places[len(written) :])
+            if len(written) < len(part.places):
+                connection.stock.put_back(part.places[len(written) :])
             told = into.keep(part, written)
             if told is None:
                 return

@@ -1,12 +1,14 @@
 """Blocks that a blocking client writes and reads where they lie."""
 
 import asyncio
+import socket
 import time
 
 import pytest
 
 from kimi_connect.client import ArenaClient
-from kimi_connect.wire import Outcome
+from kimi_connect.payloads import pack_keys
+from kimi_connect.wire import Op, Outcome
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.tags import leaves
 from pool_daemon import BLOCK, CALL_KEY, blocks_of, keys_of, pool_spec, targets
@@ -164,3 +166,28 @@ async def test_a_damaged_block_is_not_lent(client, daemon):
     next(daemon.tier.arena.parts(extents, BLOCK))[7] ^= 1
     with await of(client.lend, keys, deadline_s=SOON_S) as lent:
         assert (len(lent.parts), lent.outcome) == (1, Outcome.CORRUPT)
+
+
+async def test_a_frame_of_which_the_socket_takes_a_part_at_a_time_arrives_whole(daemon):
+    client = ArenaClient(daemon.spec.socket, CALL_KEY, leaves=leaves)
+    keys = keys_of(12)
+    assert await of(client.held, keys) == 0
+    connection = client._daemon.connection(time.monotonic() + SOON_S)
+    connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    assert await of(client.store, keys, blocks_of(keys), deadline_s=SOON_S) == 12  # in one PUT
+    assert client._daemon.connected
+    into = targets(12)
+    assert await of(client.load, keys, into, deadline_s=SOON_S) == (12, Outcome.HIT)
+    assert into == blocks_of(keys)
+    client.close()
+
+
+async def test_a_daemon_that_reads_no_more_costs_who_tells_it_no_more_than_the_deadline(daemon):
+    client = ArenaClient(daemon.spec.socket, CALL_KEY, leaves=leaves)
+    await of(client.held, keys_of(1))
+    connection = client._daemon.connection(time.monotonic() + SOON_S)
+    connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with pytest.raises(TimeoutError):  # its loop is ours, and does not run meanwhile
+        client._daemon.tell(Op.USED, pack_keys(keys_of(4096)), time.monotonic() + 0.05)
+    assert not client._daemon.connected
+    client.close()

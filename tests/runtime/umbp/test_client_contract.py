@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kimi_connect import copiers, small_puts
+from kimi_connect import blocks, copiers, small_puts
 from kimi_connect.client import ArenaClient
 from kimi_connect.wire import Outcome
 from kimi_runtime.spec.ssd import SsdSpec
@@ -124,6 +124,23 @@ async def test_a_damaged_page_is_corrupt_counted_and_dropped(client, daemon):
     assert daemon.clients.pool.counters.corrupt == 1
     assert await client.store(keys, blocks_of(keys), deadline_s=SOON_S) == 3
     assert await client.load(keys, targets(3), deadline_s=SOON_S) == (3, Outcome.HIT)
+
+
+async def test_of_a_batch_that_is_checked_in_parts_the_run_before_a_damaged_block_is_right(
+    client, daemon, monkeypatch
+):
+    monkeypatch.setattr(blocks, "TOGETHER", 4)
+    keys = keys_of(11)
+    await client.store(keys, blocks_of(keys), deadline_s=SOON_S)
+    into = targets(11)
+    assert await client.load(keys, into, deadline_s=SOON_S) == (11, Outcome.HIT)
+    assert into == blocks_of(keys)
+    damage(daemon, keys[9])
+    assert await client.load(keys, targets(11), deadline_s=SOON_S) == (9, Outcome.CORRUPT)
+    damage(daemon, keys[4])
+    into = targets(9)
+    assert await client.load(keys[:9], into, deadline_s=SOON_S) == (4, Outcome.CORRUPT)
+    assert into[:4] == blocks_of(keys[:4])
 
 
 async def test_bytes_of_another_block_under_a_key_are_corrupt(client, daemon):
