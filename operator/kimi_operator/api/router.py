@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from kimi_operator.api.base import ApiModel, Name, Rule, StringMap, Text, implies, presettable
@@ -42,6 +42,14 @@ class Canary(ApiModel):
     timeout: Annotated[Seconds, Gt(0)] = Field(60.0, description="Longer counts as failed.")
 
 
+class Explain(ApiModel):
+    """What the policy `cost` writes of each decision, for `kimistack explain` in a router's pod."""
+
+    max_bytes: Annotated[Bytes, Ge(0)] = Field(
+        64 * 2**20, description="Of the newest decisions, kept by each router; 0: none is written."
+    )
+
+
 class Router(ApiModel):
     """The router replicas. They share nothing: workers' reports and feeds tell each of all."""
 
@@ -61,6 +69,7 @@ class Router(ApiModel):
         "do not evict each other; none: with the policy `cost`, where no UMBP pool keeps what "
         "workers evict.",
     )
+    explain: Explain = Field(Explain(), description="Why requests went where they went.")
     thinking: bool = presettable(
         True, "Whether a request that does not say so thinks before it answers."
     )

@@ -1,5 +1,7 @@
 """The routing policy in a router's file, with the speeds that it starts from."""
 
+from pathlib import Path
+
 from kimi_operator.api.router import Router
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.fit import known_model
@@ -8,6 +10,7 @@ from kimi_runtime.spec.model import KIMI_NANO
 from kimi_runtime.spec.published import K26
 from kimi_runtime.spec.router import (
     Cost,
+    ExplainSpec,
     LeastLoad,
     LongestPrefix,
     PolicySpec,
@@ -31,6 +34,13 @@ def session_admission_of(router: Router) -> SessionAdmission:
     """What `router.sessionAdmission` asks for."""
     asked = router.session_admission
     return SessionAdmission(enabled=None if asked is None else asked == "Enabled")
+
+
+def explain_of(router: Router, path: Path) -> ExplainSpec | None:
+    """What `router.explain` asks for, written to this file; other policies have no reasons."""
+    if router.policy != "cost" or not router.explain.max_bytes:
+        return None
+    return ExplainSpec(path=path, max_bytes=router.explain.max_bytes)
 
 
 def _cost(effective: Effective) -> Cost:

@@ -10,12 +10,10 @@ from kimi_operator.api.roles import Role, RoleName
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import transfer_network
 from kimi_operator.desired.fit import known_model
-from kimi_operator.desired.policy import policy_of, session_admission_of
+from kimi_operator.desired.policy import explain_of, policy_of, session_admission_of
 from kimi_operator.desired.pool_files import granted, has_peers, ssd_log
 from kimi_runtime.errors import CapacityError, ConfigError
 from kimi_runtime.spec.router import (
-    Cost,
-    ExplainSpec,
     PoolEndpoint,
     RecordSpec,
     RouterSpec,
@@ -298,8 +296,6 @@ def _router(
 ) -> ProcessPlan:
     architecture = effective.preset.architecture if effective.preset else spec.model.id
     model = known_model(architecture)
-    policy = policy_of(effective)
-    explain = places.explain if isinstance(policy, Cost) else None  # the others have no reasons
     router = RouterSpec(
         name=ROUTER,
         host=places.host,
@@ -312,8 +308,8 @@ def _router(
             WorkerEndpoint(name=p.name, role=WorkerRole(p.role), url=_url(p)) for p in workers
         ),
         pools=tuple(_at(p.name, places) for p in pools),
-        policy=policy,
-        explain=ExplainSpec(path=explain) if explain else None,
+        policy=policy_of(effective),
+        explain=explain_of(spec.router, places.explain) if places.explain else None,
         record=RecordSpec(path=places.record) if places.record else None,
         call_key=places.call_key,
         api_keys=places.api_keys,

@@ -6,7 +6,9 @@ pools come and go; they are in a second file, which running routers read again w
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from kimi_operator.api.router import Router
 from kimi_operator.desired import pods, pool_tls, security, weights
 from kimi_operator.desired.effective import Effective
 from kimi_operator.desired.engines.kimistack import CALL_KEY_FILE
@@ -14,12 +16,14 @@ from kimi_operator.desired.fit import known_model
 from kimi_operator.desired.labels import Owner, labels_of, metadata_of, selector_of
 from kimi_operator.desired.names import config_name, digest_of, pool_host, router_name
 from kimi_operator.desired.placement import place_router
-from kimi_operator.desired.policy import policy_of, session_admission_of
+from kimi_operator.desired.policy import explain_of, policy_of, session_admission_of
 from kimi_operator.desired.revision import Frozen
 from kimi_operator.desired.spec_files import spec_file
 from kimi_operator.desired.umbp import pool_roles
 from kimi_operator.observed import Manifest
 from kimi_runtime.spec.router import (
+    EXPLAIN_FILE,
+    ExplainSpec,
     FleetSpec,
     PoolEndpoint,
     RouterSpec,
@@ -29,6 +33,9 @@ from kimi_runtime.spec.router import (
 ROUTER_FILE = "router.json"
 FLEET_FILE = "fleet.json"
 API_KEYS_DIR = "/etc/kimistack-api-keys"
+STATE_DIR = "/var/lib/kimistack"
+EXPLAIN_DIR = f"{STATE_DIR}/explain"
+"""A folder of the state folder, which is where `kimistack explain` in the pod looks."""
 CONFIG_ANNOTATION = "kimistack.dev/config"
 PRE_STOP_S, DRAIN_S, CLOSE_S = 5.0, 30.0, 10.0
 """Until endpoints have left every proxy; for running requests; to close."""
@@ -81,12 +88,18 @@ def _spec_file(effective: Effective, vocabulary: str | None) -> str:
         "drain": DRAIN_S,
         "log_level": spec.observability.log_level,
     }
+    if explain := _explain(router):
+        data["explain"] = explain
     if router.session_admission is not None:  # images before 0.3 do not know it
         data["sessions"] = session_admission_of(router)
     if _pool_secret(effective) is not None:
         host = pool_host(deployment.name, Owner.of(deployment).namespace)
         data |= {"pools_ca": pool_tls.CA_FILE, "pools_name": host}
     return spec_file(RouterSpec.model_validate(data))
+
+
+def _explain(router: Router) -> ExplainSpec | None:
+    return explain_of(router, Path(EXPLAIN_DIR) / EXPLAIN_FILE)
 
 
 def _pool_secret(effective: Effective) -> str | None:
@@ -123,6 +136,8 @@ def _pod(
         pods.scratch("tmp"),
         *model.volumes,
     ]
+    if _explain(spec.router):
+        volumes.append(pods.scratch("explain"))
     first: list[Manifest] = []
     if model.gate:
         gate = next(name for name, data in configs.items() if weights.GATE_FILE in data)
@@ -164,14 +179,17 @@ def _container(effective: Effective, model: weights.ModelFiles) -> Manifest:
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
     if _pool_secret(effective) is not None:
         mounts.append(pool_tls.mount())
-    script = _WITH_FILES % spec.router.nofile
-    file = f"{pods.CONFIG_DIR}/{ROUTER_FILE}"
     generated = {
         "HOME": "/tmp",
         "KIMISTACK_HOST": "$(POD_IP)",
         "KIMISTACK_LINGER": f"{LINGER_S:g}s",
         "KIMISTACK_NAME": "$(POD_NAME)",
     }
+    if _explain(spec.router):
+        mounts.append({"name": "explain", "mountPath": EXPLAIN_DIR})
+        generated["KIMISTACK_HOME"] = STATE_DIR
+    script = _WITH_FILES % spec.router.nofile
+    file = f"{pods.CONFIG_DIR}/{ROUTER_FILE}"
     wait = ["/bin/sh", "-c", f"sleep {PRE_STOP_S:g}"]
     return {
         "command": ["/bin/sh", "-c", script, "router", "kimistack", "router", "--spec", file],

@@ -157,7 +157,7 @@ class FleetSpec(SpecModel):
 
 
 EXPLAIN_FILE = "explain.jsonl"
-"""Where the router of `kimistack up` explains itself: in its deployment's state folder."""
+"""Where a router explains itself: in its deployment's state folder, or in one of its pod."""
 
 
 class ExplainSpec(SpecModel):

@@ -31,7 +31,7 @@ from kimi_operator.observed import (
 )
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
-from kimi_runtime.spec.router import FleetSpec, RouterSpec
+from kimi_runtime.spec.router import EXPLAIN_FILE, FleetSpec, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import WorkerSpec
 from render_cases import HOST_MODEL, K26, MULTUS, deployment
@@ -418,6 +418,38 @@ def test_workers_that_come_and_go_do_not_replace_the_router():
     assert of_kind(few.manifests, "Deployment") == of_kind(many.manifests, "Deployment")
     files = [of_kind(r.manifests, "ConfigMap")["kimi-router"] for r in (few, many)]
     assert files[0] != files[1]
+
+
+@pytest.mark.parametrize(
+    ("router", "kept"),
+    [
+        ({"policy": "cost"}, 64 * 2**20),
+        ({"policy": "cost", "explain": {"maxBytes": "8MiB"}}, 8 * 2**20),
+        ({"policy": "cost", "explain": {"maxBytes": 0}}, None),
+        ({}, None),
+    ],
+)
+def test_a_router_that_has_reasons_keeps_them_where_explain_looks_in_its_pod(
+    router: dict[str, Any], kept: int | None
+):
+    result = result_of({**NANO, "router": router})
+    pod = of_kind(result.manifests, "Deployment")["kimi-router"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    file = of_kind(result.manifests, "ConfigMap")["kimi-router"]["data"]["router.json"]
+    explain = RouterSpec.model_validate_json(file).explain
+    places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    if kept is None:
+        assert explain is None
+        assert "explain" not in {*places, *volumes}
+        return
+    assert explain is not None
+    assert explain.max_bytes == kept
+    assert volumes["explain"] == {"name": "explain", "emptyDir": {}}
+    assert explain.path.parent == Path(places["explain"])
+    state = Path(variables["KIMISTACK_HOME"])
+    assert explain.path.relative_to(state).match(f"*/{EXPLAIN_FILE}")
 
 
 def test_one_late_answer_takes_no_router_out_of_its_service():
