@@ -1,6 +1,7 @@
 """When KV is fetched sooner than computed, on this machine, and whether the estimates know.
 
     PYTHONPATH=runtime python benchmarks/fetch_or_recompute.py [--rounds 3] [--threads 1]
+        [--tokens 64 256 ...]
 
 kimi-nano on the CPU. *Computed* adds up prefill steps of 512 tokens, timed at depths from 0 to 32k.
 Fetched is what `PoolClient.load` takes for blocks of the same size that lie in the node's memory,
@@ -189,6 +190,8 @@ class Fetching:
         """Seconds to load a run of so many new blocks, and what was quoted before."""
         keys = self._new(count)
         data = memoryview(bytes(range(256)) * (size // 256))
+        if self.name == "ssd":  # or what is new would be evicted for what was read the round before
+            await asyncio.to_thread(self._evict)
         assert await self._owner.store(keys, [data] * count, deadline_s=DEADLINE_S) == count
         if self.name == "ssd":
             await self._leave_on_ssd(keys)
@@ -216,11 +219,15 @@ class Fetching:
         until = before + len(keys)
         while await self._on_ssd() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        await asyncio.to_thread(self._evict)
+        in_memory = True
+        while in_memory:  # what was written last is pinned for a moment
+            await asyncio.to_thread(self._evict)
+            quoted = await self._owner.quote(keys, block_bytes=1)
+            in_memory = any(one.source is Source.MEMORY for one in quoted)
 
 
-async def measure(folder: Path, rounds: int, threads: int) -> None:
-    """Print the table."""
+async def measure(folder: Path, lengths: Sequence[int], rounds: int, threads: int) -> None:
+    """Print the table of these lengths."""
     (folder / "key").write_bytes(CALL_KEY)
     (folder / "key").chmod(0o600)
     computing = Computing(threads)
@@ -254,7 +261,7 @@ async def measure(folder: Path, rounds: int, threads: int) -> None:
             for name in urls:
                 daemons.evict(name)
 
-        await report(computing, sources, rounds, empty)
+        await report(computing, sources, lengths, rounds, empty)
         for client in clients.values():
             await client.aclose()
     finally:
@@ -262,7 +269,11 @@ async def measure(folder: Path, rounds: int, threads: int) -> None:
 
 
 async def report(
-    computing: Computing, sources: Sequence[Fetching], rounds: int, empty: Callable[[], None]
+    computing: Computing,
+    sources: Sequence[Fetching],
+    lengths: Sequence[int],
+    rounds: int,
+    empty: Callable[[], None],
 ) -> None:
     """One line for each length, and the crossover."""
     size = computing.block_bytes
@@ -276,7 +287,7 @@ async def report(
     print("|---:|---:|---:|---:|---:|---:|---:|---|")
     right = total = 0
     crossover: dict[str, int] = {}
-    for tokens in TOKENS:
+    for tokens in lengths:
         await asyncio.to_thread(empty)  # or what is new would be evicted for what was read before
         compute_s, cells = computing.seconds(tokens), []
         estimated_s = computing.pace.seconds(tokens, 0) or 0.0
@@ -306,9 +317,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", choices=TOKENS, default=TOKENS, help="rows of the table"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder), options.rounds, options.threads))
+        asyncio.run(measure(Path(folder), options.tokens, options.rounds, options.threads))
 
 
 if __name__ == "__main__":

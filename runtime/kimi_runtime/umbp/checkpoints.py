@@ -87,9 +87,12 @@ class Checkpoints:
             tenant=tenant,
             group_bytes=(),
         )
-        # a pool that was short of room may have taken a part, or given up the block for it
-        left_s = max(0.0, ends_s - clock.now_s())
-        kept = stored == self._pieces and await self._pool.held(keys[-1:], deadline_s=left_s) == 1
+        # a pool that was short of room may have taken a part, or given up the block for it; and a
+        # put that waits for no answer may find only then that its pages were no longer its own
+        left_s, whole = max(0.0, ends_s - clock.now_s()), [keys[-1], *own]
+        kept = stored == self._pieces and (
+            await self._pool.held(whole, deadline_s=left_s) == len(whole)
+        )
         if stored and not kept:
             self._pool.hint(keys[-1], HintKind.ACTIVE, own, tenant=tenant)
             self._pool.hint(keys[-1], HintKind.ENDED, tenant=tenant)

@@ -29,7 +29,11 @@ class Putting(NamedTuple):
 async def store_part(
     daemon: Relink, keys: Sequence[bytes], blocks: Sequence[memoryview], how: Putting
 ) -> Stored:
-    """Put blocks until one does not fit. LinkLost, TimeoutError, WireError."""
+    """Put blocks until one does not fit. LinkLost, TimeoutError, WireError.
+
+    What the daemon could not be told of in time is said not to be put, though it may read that yet
+    and keep it: who puts it again finds it there.
+    """
     link = await daemon.connected(how.ends_s)
     assert link.stock is not None
     views = [flat(block) for block in blocks]

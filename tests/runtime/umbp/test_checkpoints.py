@@ -18,6 +18,7 @@ from kimi_runtime.spec.published import published
 from kimi_runtime.spec.sizes import state_bytes
 from kimi_runtime.spec.ssd import SsdSpec
 from kimi_runtime.umbp.block_pool import LoadResult
+from kimi_runtime.umbp.checkpoints import Checkpoints
 from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.pool import Pool
@@ -182,6 +183,36 @@ async def test_a_state_is_not_kept_without_its_blocks(tmp_path):
         assert daemon.clients.pool.live_blocks == 0
         with pytest.raises(ValueError, match="a state of"):
             await engine.checkpoints.keep([], state[1:], deadline_s=5.0, tenant="default")
+
+
+@pytest.mark.parametrize("late", range(2))
+async def test_a_state_of_which_a_piece_came_too_late_is_not_said_to_be_kept(
+    tmp_path, monkeypatch, late
+):
+    """A put into a stock returns before it is answered."""
+    state, how = memoryview(bytes(2 * PIECE)), {"deadline_s": 5.0, "tenant": "default"}
+    tokens = prompt(1, 14)
+    async with served(tmp_path) as (daemon, engine):
+        await engine.serve(tokens)
+        checkpoints = Checkpoints(engine.pool, state.nbytes, piece_bytes=PIECE)
+        pool, keys = daemon.clients.pool, [boundary(tokens, n) for n in (1, 2)]
+        pieces = piece_keys(keys[-1], 2)
+        assert await checkpoints.keep(keys, state, **how)  # and asks for a stock
+        pool.forget(pieces)
+        keep, kept = Pool.keep, []
+
+        def too_late(self, blocks, **given):
+            kept.extend(block.key for block in blocks)
+            gone = [b._replace(generation=1) if b.key == pieces[late] else b for b in blocks]
+            return keep(self, gone, **given)
+
+        monkeypatch.setattr(Pool, "keep", too_late)
+        assert not await checkpoints.keep(keys, state, **how)
+        assert kept[:2] == pieces
+        assert await engine.pool.held(keys) == 2
+        monkeypatch.undo()
+        pool.forget(pieces)
+        assert await checkpoints.keep(keys, state, **how)
 
 
 async def test_what_eviction_leaves_of_states_is_whole_or_the_first_to_go(tmp_path):

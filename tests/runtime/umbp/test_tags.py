@@ -1,6 +1,8 @@
 """Tags: one definition, two leaf functions, any order of arrival."""
 
+import hashlib
 import os
+import struct
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,15 @@ def test_both_leaf_functions_are_the_same_function(size, seed):
 def test_the_tag_of_known_bytes_never_changes():
     data = memoryview(bytes(n % 251 for n in range(10_000)))
     assert tags.tag(KEY, 3, data).hex() == "75a0dd142045a5df322753aed61f8ad3"
+
+
+@pytest.mark.parametrize("count", [0, 1, 254, 255, 256, 510, 511, 3000])
+def test_a_tag_is_one_hash_over_all_leaves_however_many_there_are(count):
+    leaves = os.urandom(8 * count)
+    whole = hashlib.blake2b(
+        struct.pack("<IQ", 2, 77) + leaves, key=KEY, digest_size=16, person=b"kimi-tag"
+    )
+    assert tag_of_leaves(KEY, 2, 77, leaves) == whole.digest()
 
 
 @settings(max_examples=50, deadline=None)
