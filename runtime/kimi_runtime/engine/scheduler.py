@@ -245,6 +245,21 @@ class Scheduler:
             self._strip(request)
         return sealed
 
+    def begin_decodes(self) -> None:
+        """A step runs in which all who run compute the one token they lack, in blocks they have.
+
+        It is what `plan` would find, where nobody waits. The caller does what `commit` would do for
+        them; then comes `end_decodes`.
+        """
+        assert not self._in_flight, "a plan is running"
+        self._in_flight = dict(self._running)
+
+    def end_decodes(self) -> None:
+        """That step is over."""
+        leaving, self._leaving, self._in_flight = self._leaving, [], {}
+        for request in leaving:
+            self._strip(request)
+
     def requests(self) -> list[Request]:
         """Everybody whose blocks are counted here, those on their way out included."""
         everybody = (*self._waiting, *self._running.values(), *self._completed, *self._leaving)
@@ -363,13 +378,14 @@ class Scheduler:
     def _seal(self, request: Request, start: int) -> list[SealedBlock]:
         """Seal the blocks that were filled since position `start`."""
         size = self.limits.block_tokens
-        sealed = []
-        for index in range(start // size, request.computed // size):
-            own, key = request.blocks[index], request.chain.keys[index]
-            request.blocks[index] = self.blocks.seal(own, key)
-            if request.blocks[index] == own:
-                sealed.append(SealedBlock(key, own, request.tenant))
-        return sealed
+        filled = slice(start // size, request.computed // size)
+        blocks, keys, tenant = request.blocks[filled], request.chain.keys[filled], request.tenant
+        held = request.blocks[filled] = self.blocks.seal_run(blocks, keys)
+        return [
+            SealedBlock(key, own, tenant)
+            for key, own, kept in zip(keys, blocks, held, strict=True)
+            if own == kept
+        ]
 
     def _complete_if_done(self, request: Request) -> None:
         if not request.samples and not request.lacking:

@@ -61,9 +61,14 @@ class Answers:
 
     def promised(self, worker: str, newest: int, *, block_tokens: int) -> int:
         """Blocks that the newest so many of those take whose turn is yet to come."""
-        answers = self._workers.get(worker, {}).values()
-        waiting = [one.blocks(block_tokens) for one in answers if not one.made]
-        return sum(waiting[max(len(waiting) - newest, 0) :])
+        blocks = 0
+        for one in reversed(self._workers.get(worker, {}).values()):
+            if newest <= 0:
+                break
+            if not one.made:
+                blocks += one.blocks(block_tokens)
+                newest -= 1
+        return blocks
 
     def line(
         self, worker: str, load: Load, *, step_s: float, usual_tokens: float, block_tokens: int

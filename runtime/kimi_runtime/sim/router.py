@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kimi_runtime.router.decisions import Decision, Decisions
-from kimi_runtime.router.insight import Front, Insight, kind_of
+from kimi_runtime.router.insight import Facts, Front, Insight, kind_of
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.policies import open_policy, planner_of
 from kimi_runtime.router.view import KvSource, RequestView, WorkerView
@@ -44,10 +44,76 @@ class Known:
 
     info: WorkerInfo
     roles: tuple[Role, ...]
+    streams: int
     answers: dict[str, Answer] = field(default_factory=dict)
     """Those on their way, by name."""
     timer: Timer | None = None
     """When its next load report comes; None while it has nothing to do and would say the same."""
+    view: WorkerView | None = None
+    """The last one that was made, from these:"""
+    load: Load | None = None
+    facts: Facts | None = None
+
+    def seen(
+        self,
+        load: Load,
+        facts: Facts,
+        cached: int,
+        pooled: int,
+        checkpoints: tuple[int, ...] | None,
+        *,
+        ready: bool,
+        draining: bool,
+    ) -> WorkerView:
+        """The worker as a decision sees it; the last view, where nothing of it has changed."""
+        view = self.view
+        if (
+            view is not None
+            and facts is self.facts
+            and load is self.load
+            and view.cached_tokens == cached
+            and view.pool_tokens == pooled
+            and view.ready == ready
+            and view.draining == draining
+            and view.checkpoints == checkpoints
+        ):
+            return view
+        self.load, self.facts, info = load, facts, self.info
+        able = info.capabilities
+        self.view = view = WorkerView(
+            name=info.name,
+            role=info.role,
+            roles=self.roles,
+            revision=REVISION,
+            layout=LAYOUT,
+            ready=ready,
+            draining=draining,
+            certain=load.certain,
+            waiting=load.waiting,
+            running=load.running,
+            queued_tokens=load.queued_tokens,
+            free_blocks=load.free_blocks,
+            total_blocks=info.total_blocks,
+            block_tokens=info.block_tokens,
+            max_context_tokens=info.max_context_tokens,
+            grammar=able.grammar,
+            logprobs=able.logprobs,
+            cached_tokens=cached,
+            pool_tokens=pooled,
+            kind=facts.kind,
+            node=info.node,
+            age_s=facts.age_s,
+            max_running=info.max_running,
+            releases=facts.releases,
+            line=facts.line,
+            utilisation=facts.utilisation,
+            unused_blocks=facts.unused_blocks,
+            space_price_s=facts.space_price_s,
+            fetches=able.fetch_source,
+            streams=self.streams,
+            checkpoints=checkpoints,
+        )
+        return view
 
 
 class SimRouter:
@@ -64,6 +130,8 @@ class SimRouter:
         self.index = Index(max_owners=8192)
         self.decided = 0
         self._known: dict[str, Known] = {}
+        self._sources: dict[str, KvSource] = {}
+        """What was last found in each pool."""
         self._lost: set[str] = set()
         self._followed_s = float("-inf")
 
@@ -94,17 +162,12 @@ class SimRouter:
         now_s = self._timeline.now_s
         self._follow_all(now_s)
         held, states = self.index.prefix_runs(keys), self._states(keys)
-        names = list(self._cluster.workers)
-        loads = self.ledger.loads(names, now_s=now_s)
-        size = self._cluster.spec.block_tokens
-        cached = {name: held.get(name, 0) * size for name in names}
+        workers, size = self._cluster.workers, self._cluster.spec.block_tokens
+        cached = {name: held.get(name, 0) * size for name in workers}
         if self.features.siblings:
             self.insight.promised(fronts, cached, now_s=now_s)
         need_tokens = request.prompt_tokens + request.max_tokens
-        views = [
-            self._view(self._cluster.workers[name], loads[name], cached, held, states, need_tokens)
-            for name in names
-        ]
+        views = self._views(cached, held, states, need_tokens)
         if self.features.replication:
             request = self.insight.request(request, fronts, cached, now_s=now_s)
         return self._with_sources(request, held, states), views
@@ -162,7 +225,9 @@ class SimRouter:
     def _of(self, worker: SimWorker) -> Known:
         known = self._known.get(worker.name)
         if known is None or known.info.epoch != worker.epoch:
-            known = self._known[worker.name] = Known(_info(worker, self._cluster), _roles(worker))
+            known = self._known[worker.name] = Known(
+                *(_info(worker, self._cluster), _roles(worker), self._cluster.spec.streams)
+            )
         return known
 
     def _report(self, worker: SimWorker) -> None:
@@ -241,67 +306,49 @@ class SimRouter:
         spec, pools = self._cluster.spec, self._cluster.pools
         if not spec.remote_pools or not pools:
             return request
-        sources = tuple(
-            KvSource(
-                *(name, pool.node, "dram", held[name] * spec.block_tokens),
-                None if states is None else states.get(name, ()),
-            )
-            for name, pool in pools.items()
-            if held.get(name)
-        )
-        return replace(request, sources=sources) if sources else request
+        sources = []
+        for name, pool in pools.items():
+            if blocks := held.get(name):
+                tokens = blocks * spec.block_tokens
+                at = None if states is None else states.get(name, ())
+                last = self._sources.get(name)
+                if last is None or last.tokens != tokens or last.checkpoints != at:
+                    last = self._sources[name] = KvSource(name, pool.node, "dram", tokens, at)
+                sources.append(last)
+        return replace(request, sources=tuple(sources)) if sources else request
 
-    def _view(
+    def _views(
         self,
-        worker: SimWorker,
-        load: Load,
         cached: Mapping[str, int],
         held: Mapping[str, int],
         states: Mapping[str, tuple[int, ...]] | None,
         need_tokens: int,
-    ) -> WorkerView:
-        spec, name, now_s = self._cluster.spec, worker.name, self._timeline.now_s
-        known = self._of(worker)
-        facts = self.insight.facts(
-            known.info,
-            load,
-            held=self.index.held(name),
+    ) -> list[WorkerView]:
+        now_s, size = self._timeline.now_s, self._cluster.spec.block_tokens
+        workers = self._cluster.workers
+        loads = self.ledger.loads(workers, now_s=now_s)
+        known = [self._of(worker) for worker in workers.values()]
+        facts = self.insight.all_facts(
+            [(one.info, loads[one.info.name]) for one in known],
+            held=self.index.held,
             need_tokens=need_tokens,
             now_s=now_s,
         )
-        return WorkerView(
-            name=name,
-            role=worker.role,
-            roles=known.roles,
-            revision=REVISION,
-            layout=LAYOUT,
-            ready=not worker.failed and name not in self._lost,
-            draining=load.draining or worker.draining,
-            certain=load.certain,
-            waiting=load.waiting,
-            running=load.running,
-            queued_tokens=load.queued_tokens,
-            free_blocks=load.free_blocks,
-            total_blocks=self._cluster.total_blocks,
-            block_tokens=spec.block_tokens,
-            max_context_tokens=spec.max_context_tokens,
-            grammar=True,
-            logprobs=True,
-            cached_tokens=cached[name],
-            pool_tokens=held.get(worker.node, 0) * spec.block_tokens,
-            kind=facts.kind,
-            node=worker.node,
-            age_s=facts.age_s,
-            max_running=spec.max_running,
-            releases=facts.releases,
-            line=facts.line,
-            utilisation=facts.utilisation,
-            unused_blocks=facts.unused_blocks,
-            space_price_s=facts.space_price_s,
-            fetches=spec.peers,
-            streams=spec.streams,
-            checkpoints=None if states is None else states.get(name, ()),
-        )
+        views = []
+        for (name, worker), one, told in zip(workers.items(), known, facts, strict=True):
+            load = loads[name]
+            views.append(
+                one.seen(
+                    load,
+                    told,
+                    cached[name],
+                    held.get(worker.node, 0) * size,
+                    None if states is None else states.get(name, ()),
+                    ready=not worker.failed and name not in self._lost,
+                    draining=load.draining or worker.draining,
+                )
+            )
+        return views
 
 
 def _roles(worker: SimWorker) -> tuple[Role, ...]:

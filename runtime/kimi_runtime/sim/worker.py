@@ -171,16 +171,20 @@ class SimWorker:
         window = self._window
         if window is None:
             return
-        window.settle()
         self._window = None
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
+        seconds = window.step_s(window.done)
         if window.done >= window.steps:
+            window.settle()
             self._step()
-            return
-        plan = self.scheduler.plan()  # the window has taken its blocks, so this only notes it
-        self._run(plan, window.step_s(window.done), until_s=window.ends_s(window.done + 1))
+        elif self.scheduler.waiting:
+            window.settle()
+            plan = self.scheduler.plan()  # the window has taken its blocks, so this only notes it
+            self._run(plan, seconds, until_s=window.ends_s(window.done + 1))
+        else:
+            self._close(window, seconds)
 
     def report(self) -> LoadReport:
         """`GET /load`."""
@@ -248,6 +252,30 @@ class SimWorker:
         self.busy_s += seconds
         self._running = self.timeline.at(until_s, lambda: self._stepped(plan, seconds))
 
+    def _close(self, window: Window, seconds: float) -> None:
+        """The step of a window that is under way is its last one."""
+        self.scheduler.begin_decodes()
+        window.steps = window.done + 1
+        works, self._works = self._works, []
+        self.busy_s += seconds
+        ends_s = window.ends_s(window.steps)
+        self._running = self.timeline.at(ends_s, lambda: self._closed(window, works, seconds))
+
+    def _closed(self, window: Window, works: list[Work], seconds: float) -> None:
+        self._running = None
+        self.steps += 1
+        sealed = window.advance(window.steps)
+        window.settle()
+        self.scheduler.end_decodes()
+        self._settled = self._settled and not sealed
+        self._offer(sealed)
+        waited = 0
+        for work in works:
+            if not work.left:
+                work.made += 1
+                waited += 1
+        self._over(seconds, waited)
+
     def _seconds(self, plan: StepPlan) -> float:
         rows, held, new, pairs, handed_over = 0, 0, 0, 0.0, 0
         for row in plan.rows:
@@ -283,6 +311,10 @@ class SimWorker:
                 work.made += 1
                 if work.made == 1 or work.made == work.output_tokens:
                     self._made(work)
+        self._over(seconds, waited)
+
+    def _over(self, seconds: float, waited: int) -> None:
+        """A step is over, in which so many answers had to wait for their next token."""
         self._pause(seconds, waited)
         self._tell_completed()
         self.reader.retry()

@@ -22,7 +22,7 @@ from kimi_runtime.sim.content import Content
 from kimi_runtime.sim.dispatch import Dispatch, Job
 from kimi_runtime.sim.features import Features
 from kimi_runtime.sim.gaps import Away
-from kimi_runtime.sim.garbage import rarely_collected
+from kimi_runtime.sim.garbage import uncollected
 from kimi_runtime.sim.record import Record
 from kimi_runtime.sim.router import SimRouter
 from kimi_runtime.sim.sessions import Pause, Session, Turn, Workload
@@ -121,7 +121,7 @@ class World:
                 progress(seen)
             return not self._open and not self._waiting
 
-        with rarely_collected():
+        with uncollected():
             self.timeline.run(until_s, stop=stop)
         finished = not self._open and not self._waiting
         self.between.close()

@@ -49,9 +49,11 @@ class SpacePrice:
         return regretted
 
     def per_block_s(self, *, now_s: float) -> float:
-        """Seconds that taking one more block will cost somebody."""
-        self._fade(now_s)
-        return self._lost_s / max(self._taken, 1.0)
+        """Seconds that taking one more block will cost somebody. To look changes nothing."""
+        if not self._lost_s:
+            return 0.0
+        kept = self._kept(now_s)
+        return kept * self._lost_s / max(kept * self._taken, 1.0)
 
     @property
     def costless(self) -> bool:
@@ -62,10 +64,16 @@ class SpacePrice:
         """Seconds that holding one of `blocks` for a second costs: a block that is held for as long
         as the memory takes to turn over keeps one other out of it.
         """
-        return self.per_block_s(now_s=now_s) * self._taken / (SMOOTHING_S * max(blocks, 1))
+        taken = self._kept(now_s) * self._taken
+        return self.per_block_s(now_s=now_s) * taken / (SMOOTHING_S * max(blocks, 1))
+
+    def _kept(self, now_s: float) -> float:
+        """What is left of what was known when something was last heard."""
+        if self._at_s is None or now_s <= self._at_s:
+            return 1.0
+        return math.exp((self._at_s - now_s) / SMOOTHING_S)
 
     def _fade(self, now_s: float) -> None:
-        if self._at_s is not None and now_s > self._at_s:
-            kept = math.exp((self._at_s - now_s) / SMOOTHING_S)
-            self._lost_s, self._taken = self._lost_s * kept, self._taken * kept
+        kept = self._kept(now_s)
+        self._lost_s, self._taken = self._lost_s * kept, self._taken * kept
         self._at_s = now_s

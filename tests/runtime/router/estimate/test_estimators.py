@@ -119,6 +119,16 @@ def test_space_costs_what_evictions_were_regretted():
     assert price.per_block_s(now_s=600.0) < 1e-6
 
 
+def test_who_looks_at_a_price_of_space_does_not_change_it():
+    looked_at, alone = SpacePrice(), SpacePrice()
+    for price in (looked_at, alone):
+        price.evicted([bytes([n]) for n in range(100)], now_s=0.0)
+        price.missed([bytes([n]) for n in range(20)], seconds_per_block=0.01, now_s=1.0)
+    for tenth in range(10, 100):
+        looked_at.per_block_s(now_s=tenth / 10)
+    assert looked_at.per_block_s(now_s=10.0) == alone.per_block_s(now_s=10.0) > 0
+
+
 def test_a_block_is_regretted_once_and_ghosts_are_bounded():
     price = SpacePrice(ghosts=10)
     price.evicted([bytes([n]) for n in range(50)], now_s=0.0)
