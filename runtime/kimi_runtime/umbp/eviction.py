@@ -49,13 +49,18 @@ class Idle:
 
     def add(self, blocks: Iterable[Block]) -> None:
         """These are unpinned now, each the warmest of its queue."""
-        waiting = self._blocks
+        waiting, standing = self._blocks, self._retention.standing
+        account: Account | None = None
+        kind: tuple[Standing, int] | None = None
         for block in blocks:
-            key, queue = block.key, self._queue(block)
+            key, own = block.key, (standing(block.key, block.uses), block.priority)
+            if own != kind or block.account is not account:  # of one prompt all wait together
+                account, kind = block.account, own
+                queue = self._queue(account, kind)
             queue[key] = block
             waiting[key] = queue
             self.pages += block.pages
-            block.account.idle_pages += block.pages
+            account.idle_pages += block.pages
 
     def remove(self, blocks: Iterable[Block]) -> None:
         """These are pinned or gone now, if they were here."""
@@ -114,12 +119,11 @@ class Idle:
         chosen = min(zip(worths, range(len(blocks)), strict=True), default=None)
         return None if chosen is None or chosen[0][0] >= below else blocks[chosen[1]]
 
-    def _queue(self, block: Block) -> Queue:
-        """Where a block waits that is not pinned."""
-        queues = self._queues.get(block.account)
+    def _queue(self, account: Account, kind: tuple[Standing, int]) -> Queue:
+        """Where a block of an account waits that is not pinned, by its standing and priority."""
+        queues = self._queues.get(account)
         if queues is None:
-            queues = self._queues[block.account] = {}
-        kind = self._retention.standing(block.key, block.uses), block.priority
+            queues = self._queues[account] = {}
         queue = queues.get(kind)
         if queue is None:
             queue = queues[kind] = OrderedDict()

@@ -230,8 +230,7 @@ class Pool:
 
         The head of a batch becomes the warmest, so that a prefix is evicted from its end.
         """
-        states = [self._writers.commit(*block, writer, now_s) for block in reversed(blocks)]
-        return states[::-1]
+        return self._writers.commit(blocks[::-1], writer, now_s)[::-1]
 
     def stock(
         self,

@@ -5,7 +5,7 @@ goes while it is pinned keeps its pages until its last pin has ended.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -118,14 +118,17 @@ class Shelf:
         """They may go again; the first is the warmest."""
         self.idle.add(reversed(blocks))
 
-    def add(self, block: Block) -> None:
-        """A block that was put: it is visible, and its reservation has ended."""
-        self.blocks[block.key] = block
-        self.idle.add((block,))
-        self.ghosts.forget(block.key)
-        self.feed.add([block.key])
-        self.counters.put += 1
-        self.counters.put_bytes += block.size
+    def add(self, blocks: Mapping[bytes, Block]) -> None:
+        """Blocks that were put: they are visible, and their reservations have ended. The last of
+        them is the warmest.
+        """
+        self.blocks.update(blocks)
+        self.idle.add(blocks.values())
+        for key in blocks:
+            self.ghosts.forget(key)
+        self.feed.add(blocks)
+        self.counters.put += len(blocks)
+        self.counters.put_bytes += sum([block.size for block in blocks.values()])
 
     def adopt(self, kept: Sequence[KeptBlock], now_s: float) -> None:
         """Blocks of an earlier daemon, whose pages are taken already."""

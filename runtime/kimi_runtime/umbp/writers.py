@@ -79,24 +79,31 @@ class Writers:
         return grants
 
     def commit(
-        self, generation: int, tags: tuple[GroupTag, ...], writer: bytes, now_s: float
-    ) -> Commitment:
-        """Make the block of a generation visible, unless it is too late or another one is."""
-        reservation = self.reservations.owned(generation, writer)
-        if reservation is None:
-            return Commitment.EXPIRED
-        over = now_s >= reservation.expires_s and not reservation.stock
-        late = reservation.quarantined or over
-        if late or generation <= self._cleared_at:
-            self.reservations.end(reservation)
-            self.shelf.counters.expired += 1
-            return Commitment.EXPIRED
-        if reservation.key in self.shelf.blocks:
-            self.reservations.end(reservation)
-            self.shelf.counters.duplicate += 1
-            return Commitment.DUPLICATE
-        self._show(reservation, tags, now_s)
-        return Commitment.COMMITTED
+        self,
+        blocks: Sequence[tuple[int, tuple[GroupTag, ...]]],
+        writer: bytes,
+        now_s: float,
+    ) -> list[Commitment]:
+        """Make the block of each generation visible, unless it is too late or another one is."""
+        states: list[Commitment] = []
+        shown: dict[bytes, Block] = {}
+        visible, used_s = self.shelf.blocks, used_at(now_s, 0.0)
+        try:
+            for generation, tags in blocks:
+                reservation = self.reservations.owned(generation, writer)
+                state = self._state(reservation, now_s)
+                if reservation is not None and state is Commitment.COMMITTED:
+                    key = reservation.key
+                    if key in visible or key in shown:
+                        self.reservations.end(reservation)
+                        self.shelf.counters.duplicate += 1
+                        state = Commitment.DUPLICATE
+                    else:
+                        shown[key] = self._block(reservation, tags, used_s)
+                states.append(state)
+        finally:
+            self.shelf.add(shown)
+        return states
 
     def keep(self, block: Filled, writer: bytes, now_s: float, priority: Priority) -> Commitment:
         """Make a block visible that was written to the writer's stock, or found to be there."""
@@ -107,7 +114,7 @@ class Writers:
         if reservation is None or not reservation.stock:
             return Commitment.EXPIRED
         reservation.key, reservation.priority = block.key, priority
-        return self.commit(block.generation, block.tags, writer, now_s)
+        return self.commit([(block.generation, block.tags)], writer, now_s)[0]
 
     def clear(self, up_to: int) -> None:
         """Nothing that was reserved up to a generation can be committed any more."""
@@ -134,13 +141,26 @@ class Writers:
             return None
         return Granted(Grant.RESERVED, number, extents)
 
-    def _show(self, reservation: Reservation, tags: tuple[GroupTag, ...], now_s: float) -> None:
+    def _state(self, reservation: Reservation | None, now_s: float) -> Commitment:
+        """Whether a reservation is in time; one that is late ends."""
+        if reservation is None:
+            return Commitment.EXPIRED
+        over = now_s >= reservation.expires_s and not reservation.stock
+        late = reservation.quarantined or over
+        if late or reservation.generation <= self._cleared_at:
+            self.reservations.end(reservation)
+            self.shelf.counters.expired += 1
+            return Commitment.EXPIRED
+        return Commitment.COMMITTED
+
+    def _block(self, reservation: Reservation, tags: tuple[GroupTag, ...], used_s: float) -> Block:
+        """The block that a reservation becomes, and is no more."""
         key, generation = reservation.key, reservation.generation
         where = (key, generation, reservation.size, reservation.pages, reservation.extents, tags)
-        block = Block(*where, reservation.account, reservation.priority, used_at(now_s, 0.0))
+        block = Block(*where, reservation.account, reservation.priority, used_s)
         self.shelf.journal.published(block)
         self.reservations.became_block(reservation)
-        self.shelf.add(block)
+        return block
 
     def _pages_of(self, size: int) -> int:
         return -(-size // self.page_bytes)
