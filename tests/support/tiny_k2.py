@@ -61,7 +61,7 @@ def model_of(
         name: tensor.to(device, torch.float32 if name.endswith("bias") else dtype)
         for name, tensor in random_weights(spec, seed).tensors.items()
     }
-    return K2Model(spec, tensors, block_tokens=BLOCK_TOKENS), tensors
+    return K2Model(spec, tensors), tensors
 
 
 def cache_of(model: K2Model, blocks: int, *, fill: float = 0.0) -> KvCache:

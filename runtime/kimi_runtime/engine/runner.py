@@ -68,7 +68,7 @@ class TorchRunner:
         pool = torch.frombuffer(self._view, dtype=torch.bfloat16)
         shape = (blocks, spec.layers, block_tokens, spec.kv_row_dim)
         self._cache = KvCache(pool.view(shape))
-        self.model = K2Model(spec, weights.tensors, block_tokens=block_tokens)
+        self.model = K2Model(spec, weights.tensors)
         self._builder = self.model.step_builder(self._cache)
 
     @property

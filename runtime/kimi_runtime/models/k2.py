@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kimi_runtime.models.attention import SpanAttention
+from kimi_runtime.models.attention import SpanAttention, open_kernel
 from kimi_runtime.models.cache import KvCache
 from kimi_runtime.models.linear import LinearFactory
 from kimi_runtime.models.mla import LatentAttention
@@ -14,7 +14,7 @@ from kimi_runtime.models.moe import MixtureOfExperts, SwiGlu
 from kimi_runtime.models.norm import RmsNorm
 from kimi_runtime.models.rotary import Angles, Rotary
 from kimi_runtime.models.rows import padded_rows
-from kimi_runtime.models.spans import SpanGeometry, StepBuilder, StepInputs, TokenRun
+from kimi_runtime.models.spans import StepBuilder, StepInputs, TokenRun
 from kimi_runtime.models.tensors import require_k2
 from kimi_runtime.spec.model import ModelSpec
 
@@ -24,25 +24,23 @@ class K2Model:
 
     In bf16 a run's logits are bitwise the same whatever else is in the step and however its tokens
     are divided into steps; in fp32 they are not (the matrix products' order then follows the
-    batch). The promise holds per device, number of threads and block size.
+    batch). The promise holds per device and number of threads.
     """
 
-    def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Tensor], *, block_tokens: int
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
         require_k2(spec)
         self.spec = spec
         self._embedding = weights["model.embed_tokens.weight"]
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         linears = LinearFactory(promise=self.dtype == torch.bfloat16)
         attention = SpanAttention(
-            heads=spec.heads,
-            row_dim=spec.kv_row_dim,
-            latent_dim=spec.kv_lora_rank,
-            scale=spec.attention_scale,
-            geometry=SpanGeometry.of(block_tokens),
-            like=self._embedding,
-            promise=linears.promise,
+            open_kernel(
+                heads=spec.heads,
+                row_dim=spec.kv_row_dim,
+                scale=spec.attention_scale,
+                like=self._embedding,
+                promise=linears.promise,
+            )
         )
         self.geometry = attention.geometry
         self.measured = linears.measured
@@ -64,7 +62,7 @@ class K2Model:
 
     def step_builder(self, cache: KvCache) -> StepBuilder:
         """What turns runs into this model's inputs."""
-        return StepBuilder(cache, self.geometry, self.device)
+        return StepBuilder(cache, self.geometry, self.spec.heads, self.device)
 
     @torch.inference_mode()
     def forward(

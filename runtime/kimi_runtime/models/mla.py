@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kimi_runtime.models.attention import SpanAttention
 from kimi_runtime.models.cache import KvCache
@@ -40,17 +41,19 @@ class LatentAttention:
         if spec.q_lora_rank is not None:  # both read x: one product instead of two
             down = torch.cat((weights["q_a_proj.weight"], down))
             self._q_norm = RmsNorm(weights["q_a_layernorm.weight"], eps)
-            self._q = linears.linear(weights["q_b_proj.weight"])
-        else:
-            self._q = linears.linear(weights["q_proj.weight"])
         self._down = linears.linear(down)
         self._kv_norm = RmsNorm(weights["kv_a_layernorm.weight"], eps)
+        self._q = linears.linear(
+            weights["q_proj.weight" if spec.q_lora_rank is None else "q_b_proj.weight"]
+        )
         self._o = linears.linear(weights["o_proj.weight"])
         per_head = weights["kv_b_proj.weight"].view(spec.heads, -1, spec.kv_lora_rank)
         up_k, up_v = per_head.split_with_sizes((spec.qk_nope_dim, spec.v_dim), dim=1)
         self._up_k, self._up_v = up_k, up_v
         self._absorb_k = linears.per_head(up_k)  # [H, nope, latent]
-        self._absorb_v = linears.per_head(up_v.transpose(1, 2))  # [H, latent, v]
+        # attention's results are as wide as its rows; what the keys' rotated part gives is no value
+        whole_rows = functional.pad(up_v.transpose(1, 2), (0, 0, 0, spec.qk_rope_dim))
+        self._absorb_v = linears.per_head(whole_rows)  # [H, row_dim, v]
 
     def __call__(
         self, x: Tensor, step: StepInputs, angles: Angles | None, cache: KvCache, layer: int
@@ -58,16 +61,19 @@ class LatentAttention:
         """x [T, hidden] -> [T, hidden]; writes the step's rows to the cache first."""
         q_nope, q_rope, latent, k_rope = self._project(x, angles)
         cache.write(layer, step.slots, torch.cat((latent, k_rope), dim=-1)[: step.tokens])
-        absorbed = self._absorb_k(q_nope.transpose(0, 1).contiguous()).transpose(0, 1)
-        queries = torch.cat((absorbed, q_rope), dim=-1)
-        parts = [
-            self._attention(queries[group.tokens], cache, layer, group) for group in step.groups
-        ]
+        # head by head, as the absorbing products want it, and group by group: what lies between
+        # them is as wide as all heads' latents, and of more tokens it would not stay in cache
+        q_nope, q_rope = (part.transpose(0, 1).contiguous() for part in (q_nope, q_rope))
+        parts = []
+        for group in step.groups:
+            absorbed = self._absorb_k(q_nope[:, group.tokens])
+            queries = torch.cat((absorbed, q_rope[:, group.tokens]), dim=-1)
+            mixed = self._attention(queries, cache, layer, group)
+            parts.append(self._absorb_v(mixed).transpose(0, 1).flatten(1))
         padding = len(x) - step.tokens
         if padding:
-            parts.append(latent.new_zeros((padding, *parts[0].shape[1:])))
-        heads = self._absorb_v(torch.cat(parts).transpose(0, 1).contiguous())
-        return self._o(heads.transpose(0, 1).reshape(len(x), -1))
+            parts.append(x.new_zeros((padding, parts[0].shape[1])))
+        return self._o(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def expanded(self, x: Tensor, angles: Angles | None) -> Tensor:
         """The same for one request's tokens from position 0 on, by ordinary causal attention."""

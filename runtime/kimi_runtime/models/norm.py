@@ -15,14 +15,18 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x."""
-        wide = x.float()
+        wide = x.to(torch.float32, copy=True)
         scale = mean_square(wide).add_(self._eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self._weight)
+        return wide.mul_(scale).to(x.dtype).mul_(self._weight)
 
 
 def mean_square(x: Tensor) -> Tensor:
     """x [..., K] in fp32 -> [..., 1]."""
-    return row_sum(x * x).div_(x.shape[-1])
+    if x.device.type != "cpu":
+        return folded_sum(x * x).div_(x.shape[-1])
+    # one pass, in an order that follows from K as that of `row_sum` does
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1])
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -56,5 +60,6 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2 F] -> silu(gate) * up [..., F], in fp32, rounded once."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.float()
     return sigmoid(gate).mul_(gate).mul_(up).to(gate_up.dtype)

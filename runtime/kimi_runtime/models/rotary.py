@@ -43,8 +43,8 @@ def amplitude(yarn: YarnSpec | None) -> float:
     return (grown * yarn.mscale + 1.0) / (grown * yarn.mscale_all_dim + 1.0)
 
 
-Angles = tuple[Tensor, Tensor]
-"""[T, 1, dim] fp32: the cosine of each element's pair, and its sine, negated for the first."""
+Angles = Tensor
+"""[T, 1, dim / 2] complex64: what each pair (x0, x1), as x0 + i x1, is multiplied by."""
 
 
 class Rotary:
@@ -53,18 +53,16 @@ class Rotary:
     def __init__(self, rope: RopeSpec, dim: int, positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies(rope, dim))
         scale = amplitude(rope.yarn)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._cos = torch.stack((cos, cos), dim=-1).flatten(1).float().to(device)
-        self._sin = torch.stack((-sin, sin), dim=-1).flatten(1).float().to(device)
+        turns = torch.stack((angles.cos() * scale, angles.sin() * scale), dim=-1).float()
+        self._turns = torch.view_as_complex(turns).to(device)
 
     def at(self, positions: Tensor) -> Angles:
         """For positions [T] int64."""
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+        return self._turns[positions][:, None]
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """x [T, H, dim] -> the same, rotated; fp32 inside, x's dtype outside."""
-    cos, signed_sin = angles
-    wide = x.float()
-    swapped = wide.view(*x.shape[:-1], -1, 2).flip(-1).view(x.shape)
-    return (wide * cos + swapped * signed_sin).to(x.dtype)
+    wide = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
+    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(angles)
+    return wide.to(x.dtype)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from kimi_runtime.models.cache import KvCache
 
-SPAN_TOKENS = 256
-_WIDTH_TOKENS = 64
+_CALL_COST_TOKENS = 128
+"""What one more call costs, in tokens of one history: about 30 us against 0.25 us."""
 
 # On a CPU what one operation works on should not outgrow the caches before the next one reads it; a
 # GPU has launches to save instead.
 _PART_BYTES = 2**24
 """Copied of many histories at once. With less the library's cost per call shows."""
-_GROUP_TOKENS = 128
-"""Queries of one prompt at once: scores and sums of four heads then fit a core's own cache."""
+_GROUP_TOKENS = 256
+"""Of one prompt at once: four heads' queries and means then nearly fit a core's own cache."""
 
 Ints = NDArray[np.int64]
 
@@ -57,12 +57,6 @@ class SpanGeometry:
 
     widths: tuple[int, ...]
 
-    @classmethod
-    def of(cls, block_tokens: int) -> "SpanGeometry":
-        """About 256 tokens in whole blocks, in widths of about 64."""
-        width = block_tokens * max(1, _WIDTH_TOKENS // block_tokens)
-        return cls(tuple(width * (i + 1) for i in range(max(1, SPAN_TOKENS // width))))
-
     @property
     def tokens(self) -> int:
         """Tokens of a full span."""
@@ -85,8 +79,9 @@ class SpanPart:
     """[G * rows] int64: where the rows lie, in layer 0. What would lie past a history's end is its
     last row once more, in weight zero: zero times what an earlier owner left there is only zero
     while that is finite."""
-    hidden: Tensor | None
-    """[queries, 1, rows] bool: positions that a query may not see, or None if it sees all."""
+    bias: Tensor | None
+    """Added to scores: minus infinity where a query may not see, else 0; None if it sees all.
+    In the cache's dtype, [G, 1, rows] for a history each; for one, [1, heads * queries, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +122,11 @@ class StepInputs:
 class StepBuilder:
     """Turns token runs into tensors on the model's device."""
 
-    def __init__(self, cache: KvCache, geometry: SpanGeometry, device: torch.device) -> None:
+    def __init__(
+        self, cache: KvCache, geometry: SpanGeometry, heads: int, device: torch.device
+    ) -> None:
         self._geometry, self._cache, self._device = geometry, cache, device
+        self._heads = heads
         self._block_tokens = cache.block_tokens
         row_bytes = cache.row_dim * cache.dtype.itemsize
         on_cpu = device.type == "cpu"
@@ -201,15 +199,18 @@ class StepBuilder:
 
     def _parts(self, start: int, first: int, tables: list[Ints], lasts: Ints) -> Iterator[SpanPart]:
         """Queries `first ..` with a history each, by the width of what they have of the span."""
-        while first < len(lasts):
-            width = self._geometry.width_for(int(lasts[first]) + 1 - start)
-            alike = len(lasts)
-            if width < self._geometry.tokens:
-                alike = int(np.searchsorted(lasts, start + width))
-            end = min(alike, first + max(1, self._part_tokens // width))
-            own = slice(first, end)
+        widths = [self._geometry.width_for(last + 1 - start) for last in lasts[first:].tolist()]
+        begin = 0
+        while begin < len(widths):
+            end, wasted = begin + 1, 0
+            while end < len(widths) and (end + 1 - begin) * widths[end] <= self._part_tokens:
+                wasted += (widths[end] - widths[end - 1]) * (end - begin)
+                if wasted > _CALL_COST_TOKENS:
+                    break
+                end += 1
+            own = slice(first + begin, first + end)
             yield self._part(start, own, tables[own], lasts[own], lasts[own])
-            first = end
+            begin = end
 
     def _part(
         self, start: int, queries: slice, tables: list[Ints], lasts: Ints, positions: Ints
@@ -217,9 +218,9 @@ class StepBuilder:
         """Span from `start` of histories that end with `lasts`, for queries at `positions`."""
         rows = self._geometry.width_for(int(lasts[-1]) + 1 - start)
         columns = np.arange(start, start + rows)
-        unseen = None
+        bias = None
         if positions[0] + 1 < start + rows:  # both rise: the first sees least
-            unseen = self._tensor((columns > positions[:, None])[:, None, :])
+            bias = self._bias(columns > positions[:, None], alone=len(tables) < len(positions))
         numbers, offsets = np.divmod(np.minimum(columns, lasts[:, None]), self._block_tokens)
         blocks = np.stack([table[row] for table, row in zip(tables, numbers, strict=True)])
         return SpanPart(
@@ -228,8 +229,15 @@ class StepBuilder:
             slots=self._cache.first_slots(
                 self._tensor(blocks.reshape(-1)), self._tensor(offsets.reshape(-1))
             ),
-            hidden=unseen,
+            bias=bias,
         )
+
+    def _bias(self, unseen: NDArray[np.bool_], *, alone: bool) -> Tensor:
+        """`unseen` [queries, rows], of a history each or of one `alone`."""
+        hidden = self._tensor(unseen)
+        bias = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=self._device)
+        bias.masked_fill_(hidden, -torch.inf)
+        return bias.repeat(self._heads, 1)[None] if alone else bias[:, None]
 
 
 def _by_group(run: TokenRun) -> tuple[bool, int]:

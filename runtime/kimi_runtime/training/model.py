@@ -31,8 +31,9 @@ class TrainingK2:
             raise ValueError(f"{spec.name}: K2's experts are one group, renormalised, with shared")
         self.spec = spec
         rotary = Rotary(spec.rope, spec.qk_rope_dim, positions, torch.device("cpu"))
-        cos, sin = rotary.at(torch.arange(positions))
-        self._cos, self._sin = cos[:, 0], sin[:, 0]
+        turns = rotary.at(torch.arange(positions))[:, 0]
+        self._cos = turns.real.repeat_interleave(2, dim=1)
+        self._sin = torch.stack((-turns.imag, turns.imag), dim=-1).flatten(1)
         future = torch.full((positions, positions), -torch.inf).triu_(1)
         self._mask = future.to(dtype)
         # a product swaps the elements of each pair faster than indexing does, and as exactly

@@ -51,7 +51,7 @@ def test_tied_embeddings_are_the_head():
     model, weights = model_of(tiny_spec(tied_embeddings=True), dtype=torch.float32)
     assert "lm_head.weight" not in weights
     untied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
-    other = K2Model(tiny_spec(), untied, block_tokens=64)
+    other = K2Model(tiny_spec(), untied)
     ids = random_ids(9, seed=4)
     torch.testing.assert_close(all_logits(model, ids), all_logits(other, ids))
 

@@ -3,7 +3,7 @@ import torch
 
 from k2_reference import attention as reference_attention
 from kimi_runtime.models.rows import padded_rows
-from tiny_k2 import BLOCK_TOKENS, Run, cache_of, model_of, tiny_spec
+from tiny_k2 import Run, cache_of, model_of, tiny_spec
 
 CASES = {
     "4 heads": tiny_spec(),
@@ -60,7 +60,7 @@ def test_permuting_heads_in_every_projection_changes_nothing():
         permuted[prefix + name] = matrix.view(8, -1, matrix.shape[1])[order].flatten(0, 1)
     out = weights[prefix + "o_proj.weight"].view(spec.hidden, 8, -1)
     permuted[prefix + "o_proj.weight"] = out[:, order].flatten(1)
-    other = type(model)(spec, permuted, block_tokens=BLOCK_TOKENS)
+    other = type(model)(spec, permuted)
     x = torch.randn(40, spec.hidden, generator=torch.Generator().manual_seed(4))
     torch.testing.assert_close(absorbed(other, x), absorbed(model, x), atol=1e-5, rtol=1e-5)
 

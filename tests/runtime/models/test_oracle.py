@@ -43,7 +43,7 @@ def weights_of(name):
 def model_of(name, dtype=torch.float32):
     tensors = weights_of(name)
     tensors = in_fp32(tensors) if dtype == torch.float32 else tensors
-    return K2Model(CASES[name].spec, tensors, block_tokens=BLOCK_TOKENS)
+    return K2Model(CASES[name].spec, tensors)
 
 
 def logits_of(name, dtype=torch.float32):

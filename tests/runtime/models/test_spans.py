@@ -7,6 +7,10 @@ from kimi_runtime.models.cache import KvCache
 from kimi_runtime.models.spans import SpanGeometry, StepBuilder
 from tiny_k2 import Run
 
+CPU = torch.device("cpu")
+GEOMETRIES = st.sampled_from(
+    (SpanGeometry(tuple(range(32, 513, 32))), SpanGeometry((64, 256)), SpanGeometry((100,)))
+)
 BLOCK_SIZES = st.sampled_from((16, 32, 64, 128, 256, 512))
 
 
@@ -14,6 +18,17 @@ def tagged_cache(blocks, block_tokens):
     """One layer whose row at (block, offset) holds its own slot number."""
     slots = torch.arange(blocks * block_tokens, dtype=torch.float32)
     return KvCache(slots.view(blocks, 1, block_tokens, 1).clone())
+
+
+def hidden_of(part, queries, heads):
+    """[queries, rows] bool, the same for every head."""
+    if part.bias is None:
+        return torch.zeros(queries, part.rows, dtype=torch.bool)
+    if part.bias.shape[1] == 1:
+        return part.bias[:, 0].isinf()
+    by_head = part.bias.view(heads, queries, part.rows).isinf()
+    assert torch.equal(by_head, by_head[:1].expand_as(by_head))
+    return by_head[0]
 
 
 @st.composite
@@ -32,15 +47,12 @@ def steps(draw):
     return block_tokens, next_block, runs
 
 
-@given(steps())
+@given(steps(), GEOMETRIES, st.sampled_from((1, 3)))
 @settings(max_examples=50, deadline=None)
-def test_every_query_sees_its_history_once_in_order_and_nothing_else(step):
+def test_every_query_sees_its_history_once_in_order_and_nothing_else(step, geometry, heads):
     block_tokens, blocks, runs = step
     cache = tagged_cache(blocks, block_tokens)
-    geometry = SpanGeometry.of(block_tokens)
-    inputs = StepBuilder(cache, geometry, torch.device("cpu")).build(
-        runs, sum(len(run.ids) for run in runs)
-    )
+    inputs = StepBuilder(cache, geometry, heads, CPU).build(runs, sum(len(run.ids) for run in runs))
     seen = [[] for _ in range(inputs.tokens)]
     for group in inputs.groups:
         members = range(inputs.tokens)[group.tokens]
@@ -50,9 +62,7 @@ def test_every_query_sees_its_history_once_in_order_and_nothing_else(step):
             for part in span.parts:
                 rows = cache.read(0, part.slots, part.rows)[..., 0]
                 queries = members[part.queries]
-                hidden = torch.zeros(len(queries), part.rows, dtype=torch.bool)
-                if part.hidden is not None:
-                    hidden = part.hidden[:, 0]
+                hidden = hidden_of(part, len(queries), heads)
                 rows = rows.expand(len(queries), part.rows)
                 for at, query in enumerate(queries):
                     seen[query].append(rows[at][~hidden[at]])
@@ -73,13 +83,14 @@ def test_every_query_sees_its_history_once_in_order_and_nothing_else(step):
     assert [tables[slot][0] for slot in ends] == runs
 
 
-@given(st.integers(0, 4000), st.integers(1, 64), BLOCK_SIZES)
+@given(st.integers(0, 4000), st.integers(1, 64), BLOCK_SIZES, GEOMETRIES)
 @settings(max_examples=50, deadline=None)
-def test_spans_follow_from_the_position_not_from_the_batch(position, others, block_tokens):
-    geometry = SpanGeometry.of(block_tokens)
+def test_spans_follow_from_the_position_not_from_the_batch(
+    position, others, block_tokens, geometry
+):
     blocks = -(-5000 // block_tokens)
     cache = tagged_cache(blocks, block_tokens)
-    builder = StepBuilder(cache, geometry, torch.device("cpu"))
+    builder = StepBuilder(cache, geometry, 2, CPU)
     run = Run(position, (1,), tuple(range(blocks)))
     alone = builder.build([run], 1).groups[0].spans
     crowd = [Run((position * 7 + 31 * i) % 4096, (1,), run.blocks) for i in range(others)]
@@ -89,12 +100,15 @@ def test_spans_follow_from_the_position_not_from_the_batch(position, others, blo
     assert len(group.spans) >= len(alone)
 
 
-def test_spans_are_whole_blocks_of_about_256_tokens():
-    assert SpanGeometry.of(64).widths == (64, 128, 192, 256)
-    assert SpanGeometry.of(16).widths == (64, 128, 192, 256)
-    assert SpanGeometry.of(128).widths == (128, 256)
-    assert SpanGeometry.of(512).widths == (512,)
-    assert SpanGeometry.of(48).widths == tuple(range(48, 241, 48))
+def test_histories_of_nearly_one_length_are_read_together_and_others_apart():
+    geometry = SpanGeometry(tuple(range(32, 513, 32)))
+    runs = [Run(start, (1,), (i,)) for i, start in enumerate((33, 31, 40, 500, 505))]
+    builder = StepBuilder(tagged_cache(5, 512), geometry, 2, CPU)
+    (span,) = builder.build(runs, 5).groups[0].spans
+    assert [(part.queries, part.rows) for part in span.parts] == [
+        (slice(0, 3), 64),
+        (slice(3, 5), 512),
+    ]
 
 
 def test_offsets_of_large_pools_need_more_than_32_bits():

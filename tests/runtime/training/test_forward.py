@@ -56,7 +56,7 @@ def test_what_was_saved_is_served_as_it_was_trained(tmp_path):
     plain = spec.model_copy(update={"quantisation": None})
     assert plain == KIMI_NANO
     loaded = load_weights(spec, folder)
-    engine = K2Model(spec, loaded.tensors, block_tokens=BLOCK_TOKENS)
+    engine = K2Model(spec, loaded.tensors)
     ids = random_ids(100, seed=2)
     served = all_logits(engine, ids)
     trained = training_logits(KIMI_NANO, masters, ids, dtype=torch.bfloat16, quantise=True)
