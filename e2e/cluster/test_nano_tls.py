@@ -55,10 +55,15 @@ def secret(authority: Authority, folder: Path, days: int) -> Manifest:
     }
 
 
-def daemons(nodes: Nodes) -> dict[str, Manifest]:
-    """The pool's pods by uid, but those that leave."""
-    pods = nodes.list("v1/Pod", NAMESPACE, POOLS)
+def staying(nodes: Nodes, labels: str) -> dict[str, Manifest]:
+    """Pods by uid, but those that leave."""
+    pods = nodes.list("v1/Pod", NAMESPACE, labels)
     return {p["metadata"]["uid"]: p for p in pods if "deletionTimestamp" not in p["metadata"]}
+
+
+def daemons(nodes: Nodes) -> dict[str, Manifest]:
+    """The pool's pods by uid."""
+    return staying(nodes, POOLS)
 
 
 def scheme(pod: Manifest) -> str:
@@ -90,7 +95,9 @@ def until(holds: Callable[[], bool], within_s: float, what: str) -> None:
 def feeds_heard(nodes: Nodes) -> bool:
     """Whether every router follows every daemon's feed without a gap."""
     names = [pod["spec"]["nodeName"] for pod in daemons(nodes).values()]
-    routers = nodes.list("v1/Pod", NAMESPACE, ROUTERS)
+    routers = staying(nodes, ROUTERS).values()
+    if len(routers) != 2:
+        return False  # they are being replaced
     found = [samples(nodes, router) for router in routers]
     return all(
         one.total("kimistack_router_feed_exact", name) == 1 for one in found for name in names
@@ -114,7 +121,7 @@ def test_a_secret_that_is_missing_is_named_and_nothing_stops_serving(
         nodes.merge(DEPLOYMENT, {"spec": {"security": {"tlsSecretName": SECRET}}})
         nodes.until(
             DEPLOYMENT,
-            lambda now: SECRET in condition(now, "RouterReady").get("message", ""),
+            lambda now: SECRET in condition(now, "KVPoolReady").get("message", ""),
             READY_S,
             "its Secret named",
         )

@@ -1,4 +1,4 @@
-"""Boots a virtual machine with a soft-RoCE device and runs the verbs tests in it.
+"""Boots a virtual machine with a soft-RoCE device and two NUMA nodes, and runs its tests.
 
     python e2e/rdma/vm.py [--rebuild] [--accel kvm|tcg] [--bench] [-- PYTEST ARGUMENTS]
 
@@ -40,7 +40,7 @@ PACKAGES = (
 )
 WHEELS = ("pydantic", "msgspec", "numpy", "xxhash", "pytest", "pytest-asyncio", "pytest-timeout")
 MODULES = ("virtio_pci", "virtio_blk", "ext4")
-CODE = ("pyproject.toml", "runtime", "tests/conftest.py", "tests/runtime/transfer", "e2e/rdma")
+CODE = ("pyproject.toml", "runtime", "tests/runtime/transfer", "e2e/rdma")
 FIRST_PROCESS = """#!/bin/sh
 mount -t devtmpfs dev /dev 2>/dev/null
 mount -t tmpfs tmp /tmp
@@ -170,6 +170,7 @@ def boot(image: Path, code: Path, accel: str) -> int:
     say(f"booting with {accel}")
     command = [
         *("nice", "qemu-system-x86_64", "-accel", accel, "-m", str(MEMORY_MIB), "-smp", "2"),
+        *numa_nodes(),
         *("-cpu", "max" if accel == "tcg" else "host"),
         *("-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"),
         *("-kernel", str(image / "vmlinuz"), "-initrd", str(image / "initrd")),
@@ -196,6 +197,15 @@ def boot(image: Path, code: Path, accel: str) -> int:
         say("the machine ended without a verdict: see what it printed above")
         return NO_VERDICT
     return int(verdict[1])
+
+
+def numa_nodes() -> list[str]:
+    """A core and half of the memory on each of two nodes."""
+    arguments = []
+    for node in range(2):
+        memory = f"memory-backend-ram,id=memory{node},size={MEMORY_MIB // 2}M"
+        arguments += ["-object", memory, "-numa", f"node,memdev=memory{node},cpus={node}"]
+    return arguments
 
 
 def run(*command: str) -> None:
