@@ -3,7 +3,8 @@
     python stand_in.py PORT [FOLDER] [WHAT ...]
 
 It answers `/readyz`, ends on SIGTERM, and writes each of its starts as a line to FOLDER/PORT.
-WHAT: `crash` ends at once with code 3; `unready` never gets ready; `stubborn` ignores SIGTERM;
+WHAT: `crash` ends at once with code 3; `unready` never gets ready; `leaves` is ready until there is
+a file FOLDER/left; `stubborn` ignores SIGTERM;
 `child` starts a process of its own in the same session and writes its pid to FOLDER/child; `twice`
 crashes on the second start only.
 """
@@ -31,15 +32,20 @@ def main() -> None:
     if "child" in what:
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         (Path(folder) / "child").write_text(str(child.pid))
-    status = "503 Busy" if "unready" in what else "200 OK"
-    body = '{"error": {"message": "loading layer 3"}}' if "unready" in what else "{}"
-    answer = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
     with socket.create_server(("127.0.0.1", int(port))) as server:
         while True:
             connection, _ = server.accept()
             with connection:
                 connection.recv(65536)
-                connection.sendall(answer.encode())
+                left = "leaves" in what and (Path(folder) / "left").exists()
+                connection.sendall(_answer(ready="unready" not in what and not left))
+
+
+def _answer(*, ready: bool) -> bytes:
+    status = "200 OK" if ready else "503 Busy"
+    body = "{}" if ready else '{"error": {"message": "loading layer 3"}}'
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return f"{head}{body}".encode()
 
 
 if __name__ == "__main__":

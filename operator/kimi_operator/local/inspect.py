@@ -86,9 +86,11 @@ async def _report(folders: Folders, http: aiohttp.ClientSession) -> StackReport:
         phase: Literal["starting", "down"] = "starting" if running else "down"
         return StackReport(name=folders.state.name, phase=phase)
     lines = await asyncio.gather(*(_line(process, http) for process in state.processes))
+    # a supervisor notices that a process ends, not that one takes itself out of service
+    unready = state.phase == "ready" and not all(line.ready for line in lines)
     return StackReport(
         name=state.name,
-        phase=state.phase if running else "killed",
+        phase="killed" if not running else "degraded" if unready else state.phase,
         model=state.model,
         url=state.url,
         supervisor_pid=state.pid if running else None,

@@ -58,6 +58,17 @@ def test_it_goes_on_after_the_command_returned_and_down_stops_it(folders: Folder
     assert not take_down(folders)
 
 
+def test_one_that_takes_itself_out_of_service_leaves_a_deployment_that_is_not_ready(
+    folders: Folders, tmp_path: Path
+):
+    detach(folders, tmp_path, pool="leaves", router="")
+    (tmp_path / "left").touch()  # as a drained pool does
+    (report,) = reports(folders.home, folders.run.parent, ("nano",))
+    take_down(folders)
+    assert report.phase == "degraded"
+    assert [line.phase for line in report.processes] == ["unready", "ready"]
+
+
 def test_a_killed_supervisor_takes_its_processes_with_it(folders: Folders, tmp_path: Path):
     detach(folders, tmp_path, pool="", decode_0="stubborn", router="")
     state = state_of(folders)
