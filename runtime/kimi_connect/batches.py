@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 from kimi_connect.arena import Arena
-from kimi_connect.blocks import CopiedOut, Place, Stop, copy_local, copy_out, fill
+from kimi_connect.blocks import (
+    SHARED_PIECE_BYTES,
+    CopiedOut,
+    Place,
+    Stop,
+    copy_local,
+    copy_out,
+    fill,
+)
 from kimi_connect.connection import now_s
 from kimi_connect.copiers import Copiers, leading
 from kimi_connect.placing import Written
@@ -29,7 +37,8 @@ class Batches:
             return copy_local(arena, keys, into, self._leaves, _until(ends_s))
 
         def work(run: slice) -> int:
-            return copy_local(arena, keys[run], into[run], self._leaves, _until(ends_s))
+            given = (arena, keys[run], into[run], self._leaves, _until(ends_s))
+            return copy_local(*given, SHARED_PIECE_BYTES)
 
         return leading(self._copiers.run([view.nbytes for view in into[: len(keys)]], work))
 
@@ -43,10 +52,13 @@ class Batches:
         ends_s: float,
     ) -> CopiedOut:
         """See `blocks.copy_out`. `stop` is called from the caller's thread alone."""
+        if self._copiers.alone:
+            return copy_out(arena, keys, blocks, into, self._leaves, stop)
 
         def work(run: slice) -> CopiedOut:
             stopped = stop if run.start == 0 else _until(ends_s)
-            return copy_out(arena, keys[run], blocks[run], into[run], self._leaves, stopped)
+            given = (arena, keys[run], blocks[run], into[run], self._leaves, stopped)
+            return copy_out(*given, SHARED_PIECE_BYTES)
 
         runs = self._copiers.run([block.size for block in blocks], work)
         good = leading([(run, copied.good) for run, copied in runs])
@@ -65,8 +77,8 @@ class Batches:
             return fill(keys, places, views, self._group_bytes, self._leaves, _until(ends_s))
 
         def work(run: slice) -> "list[Written]":
-            given = (keys[run], places[run], views[run])
-            return fill(*given, self._group_bytes, self._leaves, _until(ends_s))
+            given = (keys[run], places[run], views[run], self._group_bytes, self._leaves)
+            return fill(*given, _until(ends_s), SHARED_PIECE_BYTES)
 
         runs = self._copiers.run([view.nbytes for view in views], work)
         whole = leading([(run, len(written)) for run, written in runs])

@@ -20,6 +20,11 @@ Stop = Callable[[], bool]
 PIECE_BYTES = 256 << 10
 """Copied and tagged at a time: whole leaves, and what a core's own cache holds."""
 
+SHARED_PIECE_BYTES = 1 << 20
+"""Likewise where several threads copy: each waits for the interpreter whenever it has copied one,
+which costs more than to tag what a core's own cache holds a part of.
+"""
+
 TOGETHER = 16
 """Blocks copied out before the first of them is checked."""
 
@@ -57,6 +62,7 @@ def copy_out(
     into: Sequence[memoryview],
     leaves: Leaves,
     stop: Stop,
+    piece_bytes: int = PIECE_BYTES,
 ) -> CopiedOut:
     """Copy pinned blocks into `into`, then check each copy against its block's tags.
 
@@ -70,7 +76,7 @@ def copy_out(
             if copy is None:
                 break
             fitting.append(copy)
-        digests = _digests(fitting, leaves, stop)
+        digests = _digests(fitting, leaves, stop, piece_bytes)
         for position, (copy, found) in enumerate(zip(fitting, digests, strict=False), start):
             if _tags(copy, found) != _tags_of(pinned[position]):
                 return CopiedOut(position, position)
@@ -88,6 +94,7 @@ def copy_local(
     into: Sequence[memoryview],
     leaves: Leaves,
     stop: Stop,
+    piece_bytes: int = PIECE_BYTES,
 ) -> int:
     """Copy leading blocks that the arena's directory lists, asking nobody; how many.
 
@@ -99,7 +106,7 @@ def copy_local(
     while done < len(keys):
         some = slice(done, done + TOGETHER)
         listed = _listed(arena, keys[some], into[some])
-        digests = _digests([copy for _, copy in listed], leaves, stop)
+        digests = _digests([copy for _, copy in listed], leaves, stop, piece_bytes)
         for (entry, copy), found in zip(listed, digests, strict=False):
             if _tags(copy, found) != _tags_of(entry.block) or not arena.directory.unchanged(entry):
                 return done
@@ -135,6 +142,7 @@ def fill(
     group_bytes: Sequence[int],
     leaves: Leaves,
     stop: Stop,
+    piece_bytes: int = PIECE_BYTES,
 ) -> "list[tuple[int, tuple[GroupTag, ...]]]":
     """See `copy_in`; for places that were looked up before."""
     copies = []
@@ -143,7 +151,7 @@ def fill(
         groups = tuple(group_bytes) or (source.nbytes,)
         copy = _between(source, place.parts, into_one=False)
         copies.append(_Copy(key, groups, copy, source))
-    digests = _digests(copies, leaves, stop)
+    digests = _digests(copies, leaves, stop, piece_bytes)
     return [
         (place.generation, tuple(map(GroupTag, copying.groups, _tags(copying, found))))
         for place, copying, found in zip(places, copies, digests, strict=False)
@@ -219,7 +227,9 @@ def _tags_of(block: PinnedBlock) -> "tuple[bytes, ...]":
     return tuple([tag for _, tag in block.tags])
 
 
-def _digests(copies: "Sequence[_Copy]", leaves: Leaves, stop: Stop) -> "list[list[bytes]]":
+def _digests(
+    copies: "Sequence[_Copy]", leaves: Leaves, stop: Stop, piece_bytes: int
+) -> "list[list[bytes]]":
     """Copy blocks; the leaves' digests of each one's groups, of those copied before the stop.
 
     A piece is hashed right after it was copied, while it is in the processor's cache. All else is
@@ -238,7 +248,7 @@ def _digests(copies: "Sequence[_Copy]", leaves: Leaves, stop: Stop) -> "list[lis
                     if stop():
                         return copied
                     look_at = at + STOP_BYTES
-                to = min(at + PIECE_BYTES, end)
+                to = min(at + piece_bytes, end)
                 copy(at, to)
                 hashed.append(leaves(checked[at:to]))
                 at = to

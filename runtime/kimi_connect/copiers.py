@@ -1,7 +1,7 @@
 """Several threads that copy and tag the blocks of one batch.
 
-Copies leave the interpreter free, so while one thread copies another can hash: on two threads the
-tags cost no time of their own, and on more a batch moves faster than one core can copy.
+Copies leave the interpreter free, so while one thread copies another can hash: on two threads a
+large batch takes about as long with tags as it does on one without.
 """
 
 from collections.abc import Callable, Sequence

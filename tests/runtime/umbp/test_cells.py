@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_connect.arena import Shape, create_arena, reopen_arena
-from kimi_connect.blocks import copy_in, copy_local, copy_out
+from kimi_connect.blocks import PIECE_BYTES, SHARED_PIECE_BYTES, copy_in, copy_local, copy_out
 from kimi_connect.directory import CELL_BYTES, PROBE, Cells
 from kimi_connect.wire import Extent, Grant, Granted, GroupTag, PinnedBlock, Priority
 from kimi_runtime.umbp.cells import CellJournal
@@ -307,9 +307,10 @@ def test_an_entry_says_what_was_written_however_long_it_is(tmp_path_factory, tag
     groups=st.lists(st.integers(1, 700_000), min_size=1, max_size=4),
     order=st.permutations(range(8)),
     seed=st.integers(0, 255),
+    piece_bytes=st.sampled_from([PIECE_BYTES, SHARED_PIECE_BYTES]),
 )
 def test_tags_made_while_copying_are_those_of_the_whole_block(
-    tmp_path_factory, groups, order, seed
+    tmp_path_factory, groups, order, seed, piece_bytes
 ):
     """However the block is cut into groups, and wherever its pages lie."""
     size, page = sum(groups), 4096
@@ -327,7 +328,7 @@ def test_tags_made_while_copying_are_those_of_the_whole_block(
     assert tuple(tag.tag for tag in tags) == block_tags(key(1), groups, source)
     back = memoryview(bytearray(size))
     pinned = [PinnedBlock(1, size, tags, extents)]
-    assert copy_out(arena, [key(1)], pinned, [back], leaves, no_stop).good == 1
+    assert copy_out(arena, [key(1)], pinned, [back], leaves, no_stop, piece_bytes).good == 1
     assert back == source
     next(arena.parts(extents[-1:], 1))[0] ^= 1
     assert copy_out(arena, [key(1)], pinned, [back], leaves, no_stop) == (0, 0)
