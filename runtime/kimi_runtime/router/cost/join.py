@@ -78,6 +78,8 @@ class Joiner:
         request, prices = context.request, context.prices
         quantile = prices.quantile(request.urgency)
         self.z = {mode: context.models.z(mode, quantile) for mode in PRICED}
+        self.fewer_ways = not exhaustive and min(self.z.values()) >= 0
+        """See `legs`: whether risk is never worth anything."""
         self._again_s = 0.0
         if request.moved_ago_s is not None and request.moved_ago_s < prices.move_again_s:
             self._again_s = MOVE_AGAIN_S * (1 - request.moved_ago_s / prices.move_again_s)

@@ -12,6 +12,7 @@ from kimi_runtime.router.cost.seat import Seat
 from kimi_runtime.router.estimate.moments import Estimate
 from kimi_runtime.router.plan import Fetch, Mode
 from kimi_runtime.router.view import KvSource, WorkerView
+from kimi_runtime.spec.umbp import TierName
 
 NOTHING = Estimate(0.0)
 BISECTIONS = 10
@@ -67,11 +68,16 @@ class PrefillLeg:
         return self.e_queue + self.e_evict + self.e_link - self.replicate
 
 
-def legs(seat: Seat, found: Found) -> list[PrefillLeg]:
-    """All ways of one worker to the front that are worth a look."""
+def legs(seat: Seat, found: Found, *, fewer: bool) -> list[PrefillLeg]:
+    """All ways of one worker to the front that are worth a look.
+
+    `fewer`: without those that read the same from somebody else, and no sooner, than one before
+    them does who disturbs nobody. They cost as much, if not more, unless risk is worth something.
+    """
     made = [_leg(seat, Mode.EXTEND, seat.local, None, (), NOTHING)]
+    soonest: dict[tuple[int, TierName], Estimate] = {}
     for tokens, source in _deeper(seat, found):
-        made += _reads(seat, source, tokens)
+        made += _reads(seat, source, tokens, soonest if fewer else None)
     return made
 
 
@@ -108,13 +114,24 @@ def floor(seat: Seat, found: Found, per_byte_s: float) -> tuple[float, float, fl
     return ready_s, least_s, seat.wait_var + var
 
 
-def _reads(seat: Seat, source: KvSource, tokens: int) -> list[PrefillLeg]:
+def _reads(
+    seat: Seat,
+    source: KvSource,
+    tokens: int,
+    soonest: dict[tuple[int, TierName], Estimate] | None,
+) -> list[PrefillLeg]:
     flows = seat.context.flows
     links = seat.context.routes.to_worker(source, seat.worker)
     took = flows.seconds(links, read_bytes(seat, tokens))
     if took is None:
         return []
-    made = [_leg(seat, Mode.FETCH, tokens, source, links, took)]
+    made = []
+    like = tokens, source.tier
+    before = None if soonest is None else soonest.get(like)
+    if before is None or took.mean < before.mean or took.var < before.var:
+        made.append(_leg(seat, Mode.FETCH, tokens, source, links, took))
+        if soonest is not None and not flows.any_busy(links):
+            soonest[like] = took
     for part in _parts(seat, source, tokens, took.mean):
         some = flows.seconds(links, read_bytes(seat, part))
         if some is not None:
@@ -187,7 +204,7 @@ def _leg(
         compute_s,
         seat.wait_var + var + took.var,
         took.mean,
-        others * compute_s * seat.queue_ratio,
+        others * seat.delays_s(compute_s),
         others * evict_s,
         others * context.flows.delay_s(links, size) if size else 0.0,
         seat.replica_s(took.mean),

@@ -22,7 +22,8 @@ class Ways:
     def priced(self) -> list[PrefillLeg]:
         """All of them."""
         if not self._made:
-            self._made, self._looked = legs(self._seat, self._found), True
+            self._looked = True
+            self._made = legs(self._seat, self._found, fewer=self._joiner.fewer_ways)
             alone_s = self._joiner.alone_s(self._made)
             self.least_s = max(self.least_s, alone_s - ROUNDING * abs(alone_s))
         return self._made

@@ -175,6 +175,39 @@ def test_of_nodes_that_cost_the_same_the_one_is_found_that_wins_by_name(
     assert found.explanation.chosen == best.explanation.chosen
 
 
+pools = st.lists(
+    st.tuples(st.sampled_from(["dram", "ssd"]), st.sampled_from([20_032, 40_064, 60_032])),
+    min_size=2,
+    max_size=8,
+)
+net_links = st.lists(st.integers(0, 7), max_size=4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(any_turn, fleets(), pools, net_links, net_links)
+def test_of_pools_that_hold_the_same_the_one_is_found_that_costs_least(
+    request_view, workers, drawn, busy, slow
+):
+    planner = CostPolicy(SPEC).planner
+    sources = [
+        KvSource(f"pool-{number}", f"n{number}", tier, tokens, (tokens // 2, tokens))
+        for number, (tier, tokens) in enumerate(drawn)
+    ]
+    asked = dataclasses.replace(request_view, sources=tuple(sources))
+    try:
+        planner.plan(asked, workers, now_s=0.0, exhaustive=True)  # the links are known now
+    except Unavailable:
+        assume(False)
+    for number, node in enumerate(busy):
+        planner.flows.start(f"flow {number}", (f"n{node}/net",), 5e9, now_s=0.0)
+    for node in slow * 20:
+        planner.models.links.observe(f"n{node}/net", 2_500_000_000, 1.0, sharing=1.0, now_s=0.0)
+    found = planner.plan(asked, workers, now_s=0.0)
+    best = planner.plan(asked, workers, now_s=0.0, exhaustive=True)
+    assert found.explanation.chosen == best.explanation.chosen
+    assert found.plan.fetches == best.plan.fetches
+
+
 @settings(max_examples=60, deadline=None)
 @given(any_turn, fleets())
 def test_leaving_out_a_plan_that_was_not_chosen_changes_nothing(request_view, workers):
