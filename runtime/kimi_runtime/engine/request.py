@@ -110,10 +110,13 @@ class Request:
         if self.usage is not None:
             return
         size = self.chain.block_tokens
+        full, part = divmod(self.computed, size)
         brought = {"pool": 0, "hand_off": 0}
         for index, source in self.fetched.items():
-            if index < len(self.blocks):
-                brought[source] += max(0, min(size, self.computed - index * size))
+            if index < full:
+                brought[source] += size
+            elif index == full:
+                brought[source] += part
         pool, hand_off = brought["pool"], brought["hand_off"]
         self.usage = KvUsage(
             hbm_tokens=self.computed - pool - hand_off,

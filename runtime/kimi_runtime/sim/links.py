@@ -105,6 +105,8 @@ class Links:
 
     def _share(self, links: Iterable[str]) -> None:
         """Give everybody who may be concerned their rate."""
+        if self._on.keys().isdisjoint(links):
+            return
         touched = self._component(links)
         if not touched:
             return

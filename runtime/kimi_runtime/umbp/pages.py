@@ -140,9 +140,20 @@ class _Segment:
         return next(iter(self._by_class[self._classes.bit_length() - 1]))
 
     def _cut(self, start: int, count: int) -> Extent:
-        length = self._remove(start)
-        if length > count:
-            self._put(start + count, length - count)
+        length = self._length_at[start]
+        number, left = length.bit_length(), length - count
+        if left.bit_length() == number:  # as usual: a long run stays in its class
+            del self._length_at[start]
+            runs, first = self._by_class[number], start + count
+            del runs[start]
+            self._length_at[first] = left
+            self._start_before[first + left] = first
+            runs[first] = None
+            self.free -= count
+            return Extent(start, count)
+        self._remove(start)
+        if left:
+            self._put(start + count, left)
         return Extent(start, count)
 
     def _put(self, start: int, length: int) -> None:

@@ -41,8 +41,8 @@ class Account:
 
     def heard(self, now_s: float) -> None:
         """It does something now; what the daemon does without an end (`inf`) is nobody's."""
-        if math.isfinite(now_s):
-            self.heard_s = max(self.heard_s, now_s)
+        if self.heard_s < now_s < math.inf:
+            self.heard_s = now_s
 
 
 class Accounts:
