@@ -50,6 +50,9 @@ class Fit(NamedTuple):
 
     def mean(self, x: Sequence[float]) -> float:
         """The prediction at x alone."""
+        if len(self.coefficients) == 3:
+            (a, b, c), (u, v, w) = self.coefficients, x
+            return a * u + b * v + c * w
         mean = 0.0
         for coefficient, value in zip(self.coefficients, x, strict=True):
             mean += coefficient * value
@@ -118,7 +121,7 @@ class Regression:
             self._fade(now_s)
             fit = self._solve()
         expected_s, model_var = fit.mean(x), fit.model_var(x)
-        usual = sum(prior * value for prior, value in zip(self.prior, x, strict=True))
+        usual = sum([prior * value for prior, value in zip(self.prior, x, strict=True)])
         if not (math.isfinite(seconds) and seconds >= 0 and usual > 0):
             return False
         self.observations += 1
@@ -137,11 +140,13 @@ class Regression:
         self._learn_noise(residual / scale, model_var / scale**2)
         phi = [prior * value / scale for prior, value in zip(self.prior, x, strict=True)]
         kept, moment = self.forgetting, self._moment
-        for i, (left, row) in enumerate(zip(phi, self._information, strict=True)):
+        for i, left in enumerate(phi):
             weighted = weight * left
             moment[i] = kept * moment[i] + weighted * seconds / scale
-            for j, right in enumerate(phi):
-                row[j] = kept * row[j] + weighted * right
+            row = self._information[i]
+            self._information[i] = [
+                kept * known + weighted * right for known, right in zip(row, phi, strict=True)
+            ]
         self._fit = None
         return changed
 
@@ -180,6 +185,18 @@ class Regression:
         """The posterior; coefficients that came out negative are 0 and the others re-solved."""
         prior, noise_var, moment = self.prior, self._noise_var, self._moment
         size, trust = len(prior), 1 / (self._spread * self.relative_sd**2)
+        if size == 3 and min(prior) > 0:  # as of speeds: a third sooner done without loops
+            (a, b, c), (d, e, f), (g, h, i) = self._information
+            solved, inverse = _solved_of_three(
+                [
+                    [a / noise_var + trust, b / noise_var, c / noise_var],
+                    [d / noise_var, e / noise_var + trust, f / noise_var],
+                    [g / noise_var, h / noise_var, i / noise_var + trust],
+                ],
+                [value / noise_var + trust for value in moment],
+            )
+            if min(solved) >= 0:
+                return self._fitted_of_three(solved, inverse)
         active = [i for i in range(size) if prior[i] > 0]
         while active:
             known = [self._information[i] for i in active]
@@ -192,6 +209,17 @@ class Regression:
                 return self._fitted(active, solved, inverse)
             del active[solved.index(lowest)]
         return self._fitted((), (), ())
+
+    def _fitted_of_three(self, solved: Sequence[float], inverse: Sequence[Sequence[float]]) -> Fit:
+        """`_fitted`, where all three are active."""
+        (p, q, r), (x, y, z) = self.prior, solved
+        (a, b, c), (d, e, f), (g, h, i) = inverse
+        covariance = (
+            (a * p * p, b * p * q, c * p * r),
+            (d * q * p, e * q * q, f * q * r),
+            (g * r * p, h * r * q, i * r * r),
+        )
+        return Fit((x * p, y * q, z * r), covariance, self._noise_var)
 
     def _fitted(
         self,
