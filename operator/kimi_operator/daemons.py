@@ -37,7 +37,7 @@ def nodes_to_renew(children: Children, wanted: Iterable[Manifest]) -> tuple[str,
     """Nodes whose daemon was made from another template than the pool has in `wanted`."""
     for manifest in wanted:
         if manifest["kind"] == "DaemonSet" and _is_pool(manifest):
-            return tuple(node for node, _ in _older(children, manifest))
+            return tuple(node for node, _ in _older(children, manifest) if node)
     return ()
 
 

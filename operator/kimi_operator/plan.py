@@ -210,6 +210,7 @@ def _planned(
     if decision.hands_off:
         return replace(plan, waits="spec.suspend is Reconcile: nothing is changed")
     stages = all_steps(prospect.view, observed.instances, prospect.revisions, counts, now_s)
+    daemons = nodes_to_renew(observed.children, decision.wanted)
     difference = changes(decision.wanted, observed.children, uid, kept=decision.kept)
     return replace(
         plan,
@@ -217,10 +218,10 @@ def _planned(
         once=tuple(map(ObjectKey.of, decision.once)) if not plan.exists else (),
         taken=tuple(sorted({*difference.foreign, *taken})),
         stages=stages,
-        daemons=nodes_to_renew(observed.children, decision.wanted),
+        daemons=daemons,
         daemons_by=_replaces_daemons(prospect),
         outage=next((stage.outage for stage in stages if stage.outage), None),
-        waits=_waits(stages, prospect.preflight.hold),
+        waits=_waits(stages, prospect, daemons),
     )
 
 
@@ -229,12 +230,16 @@ def _replaces_daemons(prospect: Prospect) -> Literal["operator", "user"]:
     return "operator" if strategy == "Coordinated" else "user"
 
 
-def _waits(stages: tuple[Stage, ...], hold: str | None) -> str | None:
+def _waits(stages: tuple[Stage, ...], prospect: Prospect, daemons: tuple[str, ...]) -> str | None:
     """What it stops at, or is held by before it begins."""
-    starts = any(stage.created for stage in stages)
+    hold, starts = prospect.preflight.hold, any(stage.created for stage in stages)
     if hold is not None and starts:
         return hold
-    return None if stages[-1].done else stages[-1].waiting_for
+    if not stages[-1].done:
+        return stages[-1].waiting_for
+    # the steps are those of engines, of which none may change
+    held = daemons and prospect.view.paused and _replaces_daemons(prospect) == "operator"
+    return "rollout.paused is true" if held else None
 
 
 def _at_the_end(prospect: Prospect, first: Step, now_s: float) -> Step:

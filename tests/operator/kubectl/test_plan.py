@@ -49,6 +49,14 @@ async def running() -> World:
     return world
 
 
+async def with_daemons() -> World:
+    world = World()
+    world.controllers.daemon_nodes = ("node-1", "node-2")
+    world.create(nano())
+    await world.settle()
+    return world
+
+
 async def test_a_new_deployment_is_created_as_planned():
     world = World()
     plan = await planned(world)
@@ -139,10 +147,7 @@ async def test_changed_fields_are_named_with_both_values():
 async def test_nodes_whose_pool_daemon_is_of_an_earlier_spec_then_are_named(
     strategy: str, by: str, says: str
 ):
-    world = World()
-    world.controllers.daemon_nodes = ("node-1", "node-2")
-    world.create(nano())
-    await world.settle()
+    world = await with_daemons()
     assert (await planned(world)).daemons == ()
     assert (await planned(world, router={"maxInFlight": 5})).daemons == ()
     plan = await planned(world, kvPool={"dram": "256MiB", "updateStrategy": strategy})
@@ -150,6 +155,29 @@ async def test_nodes_whose_pool_daemon_is_of_an_earlier_spec_then_are_named(
     assert says in shown(plan)
     assert "node-1, node-2" in shown(plan)
     assert as_data(plan)["rollout"]["daemons"] == {"nodes": ["node-1", "node-2"], "by": by}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "waits"), [("Coordinated", "rollout.paused is true"), ("OnDelete", None)]
+)
+async def test_a_pause_that_holds_daemons_is_what_a_plan_waits_for(
+    strategy: str, waits: str | None
+):
+    world = await with_daemons()
+    changed = {"evacuation": "7s", "updateStrategy": strategy}
+    plan = await planned(world, kvPool=changed, rollout={"paused": True})
+    assert plan.daemons == ("node-1", "node-2")
+    assert plan.waits == waits
+    assert (await planned(world, rollout={"paused": True})).waits is None
+
+
+async def test_a_daemon_without_a_node_is_on_no_node_that_a_plan_names():
+    """As where the node that it is for has too little memory."""
+    world = await with_daemons()
+    pod = ObjectKey("v1", "Pod", NAMESPACE, "nano-umbp-node-1")
+    del world.kube.objects[pod]["spec"]["nodeName"]
+    plan = await planned(world, kvPool={"dram": "256MiB"})
+    assert plan.daemons == ("node-2",)
 
 
 async def test_drift_is_told_as_a_repair():
