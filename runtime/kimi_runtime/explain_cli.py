@@ -29,7 +29,7 @@ LogFile = Annotated[
         "--file",
         "-f",
         metavar="FILE",
-        help="The router's log; none: of `kimistack up`, the newest.",
+        help="The router's log; none: the newest of `kimistack up`, in a router's pod its own.",
     ),
 ]
 Output = Annotated[
@@ -105,8 +105,9 @@ def _records(file: Path | None) -> list["Record"]:
         known = explain_logs()
         if not known:
             raise NotFound(
-                "no router of `kimistack up` has written an explain log; one with "
-                "`router: {policy: cost}` in the deployment's file does; or name a log by --file"
+                "no router has written an explain log here; one of `kimistack up`, or in its own "
+                "pod, does so with `router: {policy: cost}` in the deployment's file, from its "
+                "first request on; or name a log by --file"
             )
         file = known[0]
     parts = [part for part in (older(file), file) if part.exists()] or [file]
@@ -118,7 +119,7 @@ def _of(request: str, records: Sequence["Record"]) -> list["Record"]:
     if not found:
         raise NotFound(
             f"no decision of request {request!r} is among the {len(records)} of the log; it is "
-            "still running, or its line was already replaced by newer ones"
+            "still running, another router had it, or its line was already replaced by newer ones"
         )
     return found
 

@@ -83,7 +83,10 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 
 def explain_logs(environment: Mapping[str, str] | None = None) -> list[Path]:
-    """Explain logs of deployments that run, or ran, as processes of this machine; newest first."""
+    """Explain logs of deployments that run, or ran, as processes of this machine; newest first.
+
+    In a router's pod in a cluster it is that router's.
+    """
     return _newest(environment, EXPLAIN_FILE)
 
 

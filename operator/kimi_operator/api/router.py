@@ -46,7 +46,7 @@ class Explain(ApiModel):
     """What the policy `cost` writes of each decision, for `kimistack explain` in a router's pod."""
 
     max_bytes: Annotated[Bytes, Ge(0)] = Field(
-        64 * 2**20, description="Of the newest decisions, kept by each router; 0: none is written."
+        64 * 2**20, description="Of the newest decisions, kept by each router; 0B: none is written."
     )
 
 
@@ -69,7 +69,9 @@ class Router(ApiModel):
         "do not evict each other; none: with the policy `cost`, where no UMBP pool keeps what "
         "workers evict.",
     )
-    explain: Explain = Field(Explain(), description="Why requests went where they went.")
+    explain: Explain = Field(
+        Explain(), description="Why requests went where they went; with the policy `cost`."
+    )
     thinking: bool = presettable(
         True, "Whether a request that does not say so thinks before it answers."
     )

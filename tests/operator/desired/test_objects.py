@@ -31,7 +31,8 @@ from kimi_operator.observed import (
 )
 from kimi_operator.presets.preset import load_preset
 from kimi_runtime.errors import ConfigError
-from kimi_runtime.spec.router import EXPLAIN_FILE, FleetSpec, RouterSpec
+from kimi_runtime.settings import explain_logs
+from kimi_runtime.spec.router import FleetSpec, RouterSpec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.spec.worker import WorkerSpec
 from render_cases import HOST_MODEL, K26, MULTUS, deployment
@@ -425,12 +426,12 @@ def test_workers_that_come_and_go_do_not_replace_the_router():
     [
         ({"policy": "cost"}, 64 * 2**20),
         ({"policy": "cost", "explain": {"maxBytes": "8MiB"}}, 8 * 2**20),
-        ({"policy": "cost", "explain": {"maxBytes": 0}}, None),
+        ({"policy": "cost", "explain": {"maxBytes": "0B"}}, None),
         ({}, None),
     ],
 )
 def test_a_router_that_has_reasons_keeps_them_where_explain_looks_in_its_pod(
-    router: dict[str, Any], kept: int | None
+    router: dict[str, Any], kept: int | None, tmp_path: Path
 ):
     result = result_of({**NANO, "router": router})
     pod = of_kind(result.manifests, "Deployment")["kimi-router"]["spec"]["template"]["spec"]
@@ -448,8 +449,11 @@ def test_a_router_that_has_reasons_keeps_them_where_explain_looks_in_its_pod(
     assert explain.max_bytes == kept
     assert volumes["explain"] == {"name": "explain", "emptyDir": {}}
     assert explain.path.parent == Path(places["explain"])
-    state = Path(variables["KIMISTACK_HOME"])
-    assert explain.path.relative_to(state).match(f"*/{EXPLAIN_FILE}")
+    log = tmp_path / explain.path.relative_to("/")
+    log.parent.mkdir(parents=True)
+    log.touch()
+    state = tmp_path / Path(variables["KIMISTACK_HOME"]).relative_to("/")
+    assert explain_logs({"KIMISTACK_HOME": str(state)}) == [log]
 
 
 def test_one_late_answer_takes_no_router_out_of_its_service():

@@ -1,6 +1,7 @@
 """Explain logs: read back as they were written, replayed, and wrong lines named."""
 
 import json
+import os
 
 import pytest
 import typer
@@ -149,11 +150,24 @@ def test_the_command_finds_a_request_the_worst_and_the_whole(tmp_path):
     assert replayed["decisions"] == 8
 
 
+def test_the_command_finds_the_newest_log_of_the_state_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("KIMISTACK_HOME", str(tmp_path))
+    missing = told()
+    assert missing.exit_code != 0
+    assert "no router has written an explain log here" in missing.stderr
+    for age_s, name in enumerate(("newer", "older")):
+        (tmp_path / name).mkdir()
+        path = written(tmp_path / name / "explain.jsonl", records_of(fleet([0]), age_s + 1))
+        os.utime(path, (100 - age_s, 100 - age_s))
+    assert json.loads(told("-o", "json").stdout)["decisions"] == 1
+
+
 def test_the_command_says_in_one_line_what_is_not_there(tmp_path):
     path = written(tmp_path / "explain.jsonl", records_of(fleet([0])))
     unknown = told("r-9", "--file", path)
     assert unknown.exit_code != 0
     assert "no decision of request 'r-9'" in unknown.stderr
+    assert "another router" in unknown.stderr
     other = told("--replay", "--policy", "best", path)
     assert other.exit_code == 2
     assert "use one of longest_prefix" in other.stderr
