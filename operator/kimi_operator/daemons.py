@@ -74,7 +74,7 @@ def next_daemon(
     lost = {node.name for node in nodes or () if not node.ready}
     here = {key: pod for key, pod in _pods(children) if _node(pod) not in lost}
     if leaving := sorted(_node(pod) for pod in here.values() if _leaves(pod)):
-        return Turn(None, f"the daemon of {leaving[0]} to end")
+        return Turn(None, f"the daemon of {leaving[0] or 'a node'} to end")
     new = (pod for key, pod in here.items() if key not in outdated)
     if unready := sorted(_node(pod) for pod in new if not _is_ready(pod)):
         return Turn(None, f"the new daemon of {unready[0] or 'a node'} to be ready")

@@ -77,6 +77,7 @@ def test_what_holds_the_next_one_is_named():
         turn(pool, b, c).waits_for: "the DaemonSet to have a pod on every node",
         turn(pool, fresh, b, c, routers(replicas=3)).waits_for: "the routers to be replaced",
         turn(pool, daemon("a", ends=True), b, c).waits_for: "the daemon of a to end",
+        turn(pool, daemon("", ends=True), b, c).waits_for: "the daemon of a node to end",
         turn(pool, daemon("a", "new", ready=False), b, c).waits_for: (
             "the new daemon of a to be ready"
         ),

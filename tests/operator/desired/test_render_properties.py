@@ -71,7 +71,10 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
             "profile": "Privileged",
             "networkPolicy": draw(st.sampled_from(["Enabled", "Disabled"])),
         },
-        "router": {"replicas": draw(st.integers(0, 3))},
+        "router": {
+            "replicas": draw(st.integers(0, 3)),
+            "policy": draw(st.sampled_from(["longest_prefix", "cost"])),
+        },
     }
     if engine != "kimistack":
         spec["image"] = IMAGE
