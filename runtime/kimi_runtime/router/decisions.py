@@ -41,6 +41,15 @@ class Decision:
     fronts: Sequence[Front] = ()
 
     @property
+    def new_tokens(self) -> int:
+        """Of the prompt, those that whoever prefills will have to compute, as far as is known."""
+        first = self.plan.prefill or self.plan.decode
+        cached = self.workers[first].cached_tokens
+        if self.decided is not None:
+            cached = self.decided.explanation.chosen.cached_tokens
+        return max(self.asked.prompt_tokens - cached, 0)
+
+    @property
     def expected_s(self) -> float | None:
         """Until the first token, as it was predicted; None where nothing was."""
         if self.decided is None:

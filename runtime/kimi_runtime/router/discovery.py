@@ -386,7 +386,7 @@ def _view(
     constant = member.constant
     info = constant.info
     kind, age_s, utilisation, unused, price_s, releases, line = facts
-    waiting, running, queued, free, _, certain, draining, _, _ = load
+    waiting, running, queued, free, _, certain, draining, _, _, depth = load
     return WorkerView(  # by position: names take twice as long, for every worker of every decision
         *constant.first,
         member.ready,
@@ -408,4 +408,5 @@ def _view(
         price_s,
         checkpoints,
         *constant.last,
+        depth,
     )

@@ -181,16 +181,14 @@ class Dispatcher:
     ) -> AsyncGenerator[GenerateChunk, None]:
         plan, wire_id = decision.plan, course.name
         whole = plan.prefill is None
-        lacking = len(job.ids) - decision.workers[plan.prefill or plan.decode].cached_tokens
+        new = decision.new_tokens
         async with AsyncExitStack() as owned:
             decode_began = owned.enter_context(
-                self._entered(plan.decode, wire_id, lacking if whole else 0)
+                self._entered(job, plan.decode, wire_id, new if whole else 0)
             )
             hand_off = None
             if plan.prefill is not None:
-                hand_off = await owned.enter_async_context(
-                    self._prefilling(job, plan, course, lacking)
-                )
+                hand_off = await owned.enter_async_context(self._prefilling(job, plan, course, new))
             try:
                 kv = KvPlan(take=hand_off, sources=self._sources(plan) if whole else ())
                 request = self._request(job, plan.decode, wire_id, kv)
@@ -213,12 +211,12 @@ class Dispatcher:
 
     @asynccontextmanager
     async def _prefilling(
-        self, job: Job, plan: Plan, course: Course, lacking: int
+        self, job: Job, plan: Plan, course: Course, new: int
     ) -> AsyncIterator[HandOff]:
         """The hand-off of the plan's prefill, which may go on inside the block and ends with it."""
         told: asyncio.Future[HandOff] = asyncio.get_running_loop().create_future()
         told.add_done_callback(lambda told: told.cancelled() or told.exception())
-        leg = self._prefill(job, plan, course, lacking, told)
+        leg = self._prefill(job, plan, course, new, told)
         task = self._tasks.create_task(leg, name=f"prefill {course.name}")
         try:
             hand_off = await told
@@ -229,7 +227,7 @@ class Dispatcher:
             await asyncio.wait([task])
 
     async def _prefill(
-        self, job: Job, plan: Plan, course: Course, lacking: int, told: "asyncio.Future[HandOff]"
+        self, job: Job, plan: Plan, course: Course, new: int, told: "asyncio.Future[HandOff]"
     ) -> None:
         """The prefill leg to its end. What fails before the hand-off is told is told instead."""
         worker = plan.prefill
@@ -238,7 +236,7 @@ class Dispatcher:
         kv = KvPlan(offer=True, early=self._streams(plan), sources=self._sources(plan))
         try:
             request = self._request(job, worker, course.name, kv)
-            with self._entered(worker, course.name, lacking):
+            with self._entered(job, worker, course.name, new):
                 async with aclosing(self._leg(job, worker, request)) as chunks:
                     async for chunk in chunks:
                         job.journey.prefill_usage = chunk.usage or job.journey.prefill_usage
@@ -310,9 +308,11 @@ class Dispatcher:
         )
 
     @contextmanager
-    def _entered(self, worker: str, wire_id: str, new_tokens: int) -> Iterator[Callable[[], None]]:
+    def _entered(
+        self, job: Job, worker: str, wire_id: str, new: int
+    ) -> Iterator[Callable[[], None]]:
         """Keep the request in the ledger; calling what is yielded says that its prompt is done."""
-        self._ledger.start(worker, wire_id, new_tokens=max(new_tokens, 0))
+        self._ledger.start(worker, wire_id, new_tokens=new, prompt_tokens=len(job.ids))
         try:
             yield lambda: self._ledger.computed(worker, wire_id)
         finally:

@@ -1,7 +1,8 @@
 """What each worker has to do, as far as this router can know: its own sends plus load reports.
 
 A send is entered before anything is awaited, so that the next decision sees it. A report says what
-the worker had seen of ours (`last_request`); what was sent after that is added on top. A report
+the worker had seen of ours (`last_request`); what was sent after that is added on top, and what was
+computed since is taken off: workers compute prompts in the order in which they get them. A report
 that is old or missing makes a worker uncertain: it then counts as an average one plus a penalty,
 never as idle. Pure: time is an argument.
 """
@@ -31,12 +32,17 @@ class Load(NamedTuple):
     """As in its report; None: not told, or a guess."""
     unreported: int = 0
     """Sends of this router that the report does not count yet."""
+    queued_depth: float | None = None
+    """Where in their contexts queued tokens are, on average; None: of none is it known."""
 
 
 @dataclass(slots=True)
 class _Entry:
     order: int
     new_tokens: int
+    prompt_tokens: int
+    left: int
+    """Of `new_tokens`, those that are not computed as far as is known."""
     computed: bool = False
 
 
@@ -49,6 +55,8 @@ class _Worker:
     reported_at_s: float = 0.0
     sent: int = 0
     seen: int = 0
+    others_tokens: int = 0
+    """Of the report's queued tokens, those that are of none of `entries`."""
     load: Load | None = None
     """As far as it was asked for since anything here changed: decisions ask of every worker."""
 
@@ -60,11 +68,12 @@ class Ledger:
         self._router, self._stale_after_s = router, stale_after_s
         self._workers: dict[str, _Worker] = {}
 
-    def start(self, worker: str, wire_id: str, *, new_tokens: int) -> None:
-        """A request goes to `worker`; `new_tokens` of its prompt are not cached there."""
+    def start(self, worker: str, wire_id: str, *, new_tokens: int, prompt_tokens: int = 0) -> None:
+        """A request goes to `worker`, which has to compute the last `new_tokens` of its prompt."""
         state = self._state(worker)
         state.sent += 1
-        state.entries[wire_id] = _Entry(state.sent, new_tokens)
+        length = max(prompt_tokens, new_tokens)
+        state.entries[wire_id] = _Entry(state.sent, new_tokens, length, new_tokens)
         state.orders[wire_id] = state.sent
         if len(state.orders) > REMEMBERED_SENDS:
             state.orders.popitem(last=False)
@@ -95,6 +104,7 @@ class Ledger:
         newest = report.last_request.get(self._router)
         if newest is not None:
             state.seen = max(state.seen, state.orders.get(newest, 0))
+        state.others_tokens = _shared_out(state, report.queued_tokens)
         self._load(state, report)  # now, and not when somebody decides
         return True
 
@@ -157,21 +167,25 @@ class Ledger:
     def _load(self, state: _Worker, report: LoadReport) -> Load:
         waiting, running, entries = report.waiting, report.running, state.entries
         requests = max(waiting + running - report.in_flight.get(self._router, 0), 0) + len(entries)
-        queued, seen = report.queued_tokens, state.seen
-        fresh = [entry for entry in entries.values() if entry.order > seen]
-        if fresh:
-            queued += _open_tokens(fresh)
         running = min(running, requests)
+        unreported = own = 0
+        pairs = 0.0
+        for entry in entries.values():
+            unreported += entry.order > state.seen
+            if not entry.computed and (left := entry.left):
+                own += left
+                pairs += left * (entry.prompt_tokens - left / 2)
         state.load = load = Load(
             requests - running,
             running,
-            queued,
+            state.others_tokens + own,
             report.free_blocks,
             report.total_blocks,
             True,
             report.draining,
             report.short_blocks,
-            len(fresh),
+            unreported,
+            pairs / own if own else None,
         )
         return load
 
@@ -198,6 +212,18 @@ class Ledger:
         if state is None:
             state = self._workers[worker] = _Worker({}, OrderedDict())
         return state
+
+
+def _shared_out(state: _Worker, queued: int) -> int:
+    """Note what of `queued` tokens is left of each prompt of ours; what remains is of others.
+
+    The oldest prompt is the one that is being computed: the newest still have all of theirs.
+    """
+    for entry in reversed(state.entries.values()):
+        if entry.order <= state.seen and not entry.computed:
+            entry.left = min(entry.new_tokens, queued)
+            queued -= entry.left
+    return queued
 
 
 def _open_tokens(entries: Iterable[_Entry]) -> int:

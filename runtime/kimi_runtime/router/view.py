@@ -105,6 +105,8 @@ class WorkerView:
     """Whether the pools of other nodes are within its reach, by itself or through its own pool."""
     streams: int = 1
     """Layer groups that reading and computing, or computing and hand-off, overlap in; 1: none."""
+    queued_depth: float | None = None
+    """Where in their contexts the queued tokens are, on average; None: nobody knows."""
 
     @property
     def usable(self) -> bool:

@@ -125,19 +125,20 @@ class Dispatch:
         if decision.expected_s is not None:
             record.expected_s = decision.now_s - record.asked_s + decision.expected_s
         first = plan.prefill or plan.decode
-        lacking = max(job.view.prompt_tokens - decision.workers[first].cached_tokens, 0)
+        new, length = decision.new_tokens, job.view.prompt_tokens
         ledger, workers = self._router.ledger, self._cluster.workers
         for name in plan.workers:
             self._router.sent(workers[name])
         course = self._router.decisions.course(job.wire_id, decision, self._now)
         job.plan, job.course = plan, job.open.enter_context(course)
         job.course.prefill_keys = self._keys(job)
-        ledger.start(plan.decode, job.wire_id, new_tokens=0 if plan.prefill else lacking)
+        own = 0 if plan.prefill else new
+        ledger.start(plan.decode, job.wire_id, new_tokens=own, prompt_tokens=length)
         worker = workers[first]
         if plan.prefill is None:
             work = self._work(job, job.output_tokens, began=lambda: self._began(job, work))
         else:
-            ledger.start(plan.prefill, job.wire_id, new_tokens=lacking)
+            ledger.start(plan.prefill, job.wire_id, new_tokens=new, prompt_tokens=length)
             work = self._work(job, 0, began=lambda: self._prefilled(job, worker, work))
         work.read = self._fetch(plan, worker)
         self._arrive(job, worker, work)

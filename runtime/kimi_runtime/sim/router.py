@@ -112,6 +112,7 @@ class Known:
             fetches=able.fetch_source,
             streams=self.streams,
             checkpoints=checkpoints,
+            queued_depth=load.queued_depth,
         )
         return view
 

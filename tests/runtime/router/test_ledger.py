@@ -54,6 +54,29 @@ def test_a_load_tells_how_many_sends_its_report_has_not_seen():
     assert book.loads(["w"], now_s=9.0)["w"].short_blocks is None, "of an old report"
 
 
+def test_of_prompts_in_a_queue_the_oldest_is_the_one_that_is_under_way():
+    book = ledger()
+    book.start("w", "a.1", new_tokens=40_000, prompt_tokens=50_000)
+    book.start("w", "a.2", new_tokens=1_000, prompt_tokens=100_000)
+    seen = {"last_request": {"router-0": "a.2"}, "in_flight": {"router-0": 2}}
+    book.report("w", report(1, running=2, queued_tokens=11_000, **seen), now_s=0.0)
+    load = book.loads(["w"], now_s=0.0)["w"]
+    assert load.queued_depth == (10_000 * 45_000 + 1_000 * 99_500) / 11_000
+    book.computed("w", "a.1")  # before the next report
+    load = book.loads(["w"], now_s=0.1)["w"]
+    assert (load.queued_tokens, load.queued_depth) == (1_000, 99_500)
+
+
+def test_queued_tokens_that_nobody_here_sent_have_no_depth():
+    book = ledger()
+    book.report("w", report(1, running=1, queued_tokens=9_000), now_s=0.0)
+    load = book.loads(["w"], now_s=0.0)["w"]
+    assert (load.queued_tokens, load.queued_depth) == (9_000, None)
+    book.start("w", "a.1", new_tokens=1_000, prompt_tokens=3_000)
+    load = book.loads(["w"], now_s=0.0)["w"]
+    assert (load.queued_tokens, load.queued_depth) == (10_000, 2_500)
+
+
 def test_other_routers_work_is_added_to_our_own():
     book = ledger()
     book.start("w", "a.1", new_tokens=10)

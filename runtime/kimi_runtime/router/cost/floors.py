@@ -94,6 +94,13 @@ def _column(values: Sequence[float]) -> Floats:
     return np.array(values, dtype=float)
 
 
+def _depth(one: WorkerView) -> float:
+    """See `Seat`."""
+    if one.queued_depth is not None:
+        return one.queued_depth
+    return TYPICAL_CONTEXT_SHARE * one.max_context_tokens
+
+
 class _Group:
     """Workers of one kind as columns."""
 
@@ -113,20 +120,20 @@ class _Group:
         ready_s, compute_s, square = self._ready(wait_s, deepest, step_s)
         prices = self.context.prices
         interrupted = prices.others * prices.stream * self.running
-        delayed = prices.others * self._queue_ratio() + interrupted
+        others_s = self._delays_s(wait_s, compute_s) + interrupted * compute_s
         fixed_s = after_s + stream_s + interrupted * slowed_s
         var = wait_var + self.kind.relative_var * square
         var = var + self.kind.step_relative_var * stream_s * stream_s
-        cost_s = ready_s + fixed_s + compute_s * delayed + z * np.sqrt(var)
+        cost_s = ready_s + fixed_s + others_s + z * np.sqrt(var)
         return np.asarray(cost_s - self._replica_s())
 
     def prefill(self, deepest: Floats, z: float) -> Floats:
         """One floor for each worker."""
         wait_s, wait_var = self._queue()
         ready_s, compute_s, square = self._ready(wait_s, deepest, None)
-        delayed = self.context.prices.others * self._queue_ratio()
+        delayed_s = self._delays_s(wait_s, compute_s)
         risk_s = z * np.sqrt(wait_var + self.kind.relative_var * square)
-        return np.asarray(ready_s + compute_s * delayed + risk_s - self._replica_s())
+        return np.asarray(ready_s + delayed_s + risk_s - self._replica_s())
 
     def decode(self) -> Floats:
         """One floor for each worker."""
@@ -152,7 +159,7 @@ class _Group:
         kind, workers = self.kind, self.workers
         waiting = _column([one.waiting for one in workers])
         queued = _column([one.queued_tokens for one in workers])
-        depth = TYPICAL_CONTEXT_SHARE * _column([one.max_context_tokens for one in workers])
+        depth = _column([_depth(one) for one in workers])
         work_s = kind.fixed_s * waiting + queued * (kind.token_s + kind.pair_s * depth)
         factor, relative_var = map(_column, self.context.models.queues.factors(self.names))
         mean = self.bias * work_s * factor
@@ -222,6 +229,11 @@ class _Group:
             for one in self.workers
         ]
         return _column(usable)
+
+    def _delays_s(self, wait_s: Floats, compute_s: Floats) -> Floats:
+        """See `Seat.delays_s`, weighted."""
+        ratio = np.minimum(self._queue_ratio() + wait_s / self.context.usual_s, MAX_QUEUE_RATIO)
+        return np.asarray(self.context.prices.others * compute_s * ratio)
 
     def _queue_ratio(self) -> Floats:
         share = np.minimum(np.maximum(self.busy, 0.0), 0.99)

@@ -52,8 +52,12 @@ class Learning:
             sd_s=math.sqrt(chosen.first_token_var),
             actual_s=real.after_s,
         )
+        models.usual.observe(chosen.terms.prefill)
         if real.queued_s is not None:
-            models.queues.observe(worker, expected_s=decided.work_s, waited_s=real.queued_s)
+            # steps are shared: what its own steps took longer than expected is of who was before it
+            shared_s = 0.0 if real.prefill_s is None else real.prefill_s - chosen.terms.prefill
+            waited_s = max(real.queued_s + shared_s, 0.0)
+            models.queues.observe(worker, expected_s=decided.work_s, waited_s=waited_s)
         if real.found_tokens is not None:
             models.hits.observe(
                 worker, real.tier, predicted=chosen.cached_tokens, found=real.found_tokens

@@ -204,7 +204,7 @@ def _leg(
         compute_s,
         seat.wait_var + var + took.var,
         took.mean,
-        others * compute_s * seat.queue_ratio,
+        others * seat.delays_s(compute_s),
         others * evict_s,
         others * context.flows.delay_s(links, size) if size else 0.0,
         seat.replica_s(took.mean),

@@ -76,6 +76,8 @@ class Context:
     flows: Flows
     routes: Routes
     now_s: float
+    usual_s: float = field(init=False)
+    """Seconds of prefill that a request takes, on average."""
     output_tokens: float = field(init=False)
     room_tokens: float = field(init=False)
     _kinds: dict[str, Kind] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class Context:
     def __post_init__(self) -> None:
         """Look ahead once for all plans."""
         request = self.request
+        self.usual_s = self.models.usual.mean_s
         length = self.models.outputs.expect(
             request.session, request.phase, limit=request.max_tokens
         )

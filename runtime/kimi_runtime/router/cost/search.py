@@ -266,17 +266,18 @@ class Search:
         """What a pair costs at least besides its decode leg, by the worker's own seat."""
         seat = self._prefill(worker)
         ready_s, compute_s, var = floor(seat, found, self.context.models.links.least_per_byte_s)
-        delayed = self.context.prices.others * seat.queue_ratio
+        delayed_s = self.context.prices.others * seat.delays_s(compute_s)
         risk_s = self.joiner.z[Mode.PD] * math.sqrt(var)
-        cost_s = ready_s + compute_s * delayed + risk_s - seat.replica_s(0.0)
+        cost_s = ready_s + delayed_s + risk_s - seat.replica_s(0.0)
         return cost_s - ROUNDING * abs(cost_s)
 
     def _whole_floor_s(self, seat: Seat, found: Found, decode: DecodeLeg) -> float:
         ready_s, compute_s, var = floor(seat, found, self.context.models.links.least_per_byte_s)
         fixed_s = decode.step_s + decode.stream_s + decode.shared_s + decode.e_evict
-        weight = self.context.prices.others * seat.queue_ratio + decode.interrupted
+        delayed_s = self.context.prices.others * seat.delays_s(compute_s)
+        others_s = delayed_s + decode.interrupted * compute_s
         risk_s = self._least_z * math.sqrt(var + decode.var)
-        return ready_s + fixed_s + compute_s * weight + risk_s - seat.replica_s(0.0)
+        return ready_s + fixed_s + others_s + risk_s - seat.replica_s(0.0)
 
 
 class _Lazily(Generic[L]):

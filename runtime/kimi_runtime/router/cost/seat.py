@@ -15,6 +15,7 @@ MAX_STALE_S = 1.0
 UNCERTAIN_SHARE = 0.25
 """Of this request's own prefill, what is added where the load is a guess."""
 MAX_QUEUE_RATIO = 5.0
+"""The most that others lose to a second, in seconds: they may leave."""
 FASTEST_STEP_S = 1e-3
 
 
@@ -101,6 +102,18 @@ class Seat:
         taken = blocks if worker.unused_blocks is None else blocks - worker.unused_blocks
         return max(taken, 0) * worker.space_price_s
 
+    def delays_s(self, compute_s: float) -> float:
+        """What all who come later lose together to so much computing behind the wait.
+
+        In an M/G/1 queue in order of arrival it is lambda C (W + R) / (1 - rho), since who comes
+        during the wait W comes behind it, too; R is for how long some still come behind it then
+        (Haviv and Ritov 1998). There that is C / 2. Here they go elsewhere as soon as it can be
+        seen, and it is what a usual request takes: lambda R / (1 - rho) is `queue_ratio`. Where
+        waiting is the best that can be done others are busy, too: for W rho / (1 - rho) is 1.
+        """
+        ratio = self.queue_ratio + self.wait_s / self.context.usual_s
+        return compute_s * min(ratio, MAX_QUEUE_RATIO)
+
     def replica_s(self, copy_s: float) -> float:
         """What another copy of the shared front will save, beyond its own copying.
 
@@ -147,7 +160,9 @@ class Seat:
         context, worker, kind = self.context, self.worker, self.kind
         mean = var = 0.0
         if worker.queued_tokens or worker.waiting:
-            depth = TYPICAL_CONTEXT_SHARE * worker.max_context_tokens
+            depth = worker.queued_depth
+            if depth is None:
+                depth = TYPICAL_CONTEXT_SHARE * worker.max_context_tokens
             work_s = kind.fixed_s * worker.waiting
             work_s += worker.queued_tokens * (kind.token_s + kind.pair_s * depth)
             self.work_s = self.bias * work_s

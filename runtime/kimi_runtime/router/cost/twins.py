@@ -18,7 +18,7 @@ _LOAD = attrgetter(
     *("kind", "waiting", "running", "queued_tokens", "cached_tokens", "free_blocks"),
     *("total_blocks", "block_tokens", "max_context_tokens", "max_running", "releases", "line"),
     *("utilisation", "unused_blocks", "space_price_s", "checkpoints", "certain", "age_s"),
-    "streams",
+    *("streams", "queued_depth"),
 )
 """Of a view, what a price is made of whatever the leg."""
 

@@ -8,9 +8,13 @@ from kimi_runtime.router.estimate.outputs import Outputs
 from kimi_runtime.router.estimate.rates import LinkRates
 from kimi_runtime.router.estimate.ratios import HitRatios, QueueRatios
 from kimi_runtime.router.estimate.speeds import Speeds
+from kimi_runtime.router.estimate.usual import UsualWork
 from kimi_runtime.spec.speed import SpeedPrior
 
 MAX_KINDS = 32
+USUAL_TOKENS, USUAL_CONTEXT = 4_000, 30_000
+"""Of an agent's request, before any was seen: a dozen turns compute their session's first prompt
+and a thousand tokens or so each."""
 
 
 class Models:
@@ -25,6 +29,8 @@ class Models:
         self.outputs, self.gaps = Outputs(), Gaps()
         self.links = LinkRates()
         self.hits, self.queues = HitRatios(), QueueRatios()
+        curves = self._default.curves(now_s=0.0)
+        self.usual = UsualWork(curves.prefill_s(USUAL_TOKENS, USUAL_CONTEXT).mean)
         self.calibration: dict[str, Calibration] = {}
         """Of the time to the first token, by mode."""
 

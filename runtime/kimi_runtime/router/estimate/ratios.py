@@ -7,6 +7,7 @@ index is wrong; it is not only a price, it is an alarm.
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kimi_runtime.router.estimate.moments import Estimate
 
@@ -63,31 +64,48 @@ class HitRatios:
 
 
 MAX_QUEUES = 8192
-QUEUE_RATE = 0.05
-QUEUE_COUNT = 10.0
+QUEUE_PRIOR_S = 5.0
+"""Seconds of queueing that "it takes what it should" is worth."""
+QUEUE_KEPT_S = 30.0
+"""Seconds of expected queueing that are remembered; older ones fade."""
+MAX_RATIO = 8.0
+"""The most that one wait counts for, over what was expected."""
 QUEUE_VAR = 0.25
-"""Of the logarithm of real over expected wait, before any was seen."""
-MAX_LOG = math.log(8.0)
-_UNSEEN = (0.0, QUEUE_VAR, QUEUE_COUNT, 1.0)
+"""Of real over expected wait, relative to the square, before any was seen."""
+
+
+class _Queue(NamedTuple):
+    """Of one worker; `errors` and `squares` are of waits around what was expected then."""
+
+    expected_s: float = 0.0
+    waited_s: float = 0.0
+    errors: float = 0.0
+    squares: float = 0.0
+    factor: float = 1.0
+    var: float = QUEUE_VAR
+
+
+_UNSEEN = _Queue()
 
 
 class QueueRatios:
-    """Real over expected queueing, per worker: what the work of others really costs."""
+    """Real over expected queueing, per worker: what the work of others really costs.
+
+    A ratio of sums: queues of seconds decide it, and not the many that are gone on arrival.
+    """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[float, float, float, float]] = OrderedDict()
-        """The logarithm of the ratio, its variance, how often it was seen, and the ratio."""
+        self._known: OrderedDict[str, _Queue] = OrderedDict()
 
     def factor(self, worker: str) -> tuple[float, float]:
         """Real over expected wait, and the variance relative to its square."""
-        _, var, _, factor = self._known.get(worker, _UNSEEN)
-        return factor, var
+        return self._known.get(worker, _UNSEEN)[4:]
 
     def factors(self, workers: Iterable[str]) -> tuple[list[float], list[float]]:
         """`factor` of each worker: the ratios, and the variances."""
         known = self._known
         seen = [known.get(worker, _UNSEEN) for worker in workers]
-        return [one[3] for one in seen], [one[1] for one in seen]
+        return [one.factor for one in seen], [one.var for one in seen]
 
     def wait(self, worker: str, expected_s: float) -> Estimate:
         """The wait behind work that should take `expected_s`."""
@@ -96,15 +114,24 @@ class QueueRatios:
         return Estimate(mean, var * mean * mean)
 
     def observe(self, worker: str, *, expected_s: float, waited_s: float) -> None:
-        """A request waited; what was expected to be less than 1 ms tells nothing of a ratio."""
-        if expected_s < 1e-3 or not (math.isfinite(waited_s) and waited_s >= 0):
+        """A request waited."""
+        if not (expected_s > 0 and math.isfinite(waited_s) and waited_s >= 0):
             return
-        log, var, count, _ = self._known.get(worker, _UNSEEN)
-        off = min(max(math.log(max(waited_s, 1e-4) / expected_s), -MAX_LOG), MAX_LOG) - log
-        count += 1
-        rate = max(1 / count, QUEUE_RATE)
-        log += rate * off
-        self._known[worker] = log, var + rate * (off * off - var), count, math.exp(log)
+        last = self._known.get(worker, _UNSEEN)
+        waited_s = min(waited_s, MAX_RATIO * expected_s)
+        off = waited_s / last.factor - expected_s
+        kept = min(QUEUE_KEPT_S / (last.expected_s + expected_s), 1.0)
+        expected, waited = kept * (last.expected_s + expected_s), kept * (last.waited_s + waited_s)
+        errors = kept * (last.errors + off * off)
+        squares = kept * (last.squares + expected_s * expected_s)
+        self._known[worker] = _Queue(
+            expected,
+            waited,
+            errors,
+            squares,
+            (waited + QUEUE_PRIOR_S) / (expected + QUEUE_PRIOR_S),
+            (errors + QUEUE_VAR * QUEUE_PRIOR_S) / (squares + QUEUE_PRIOR_S),
+        )
         self._known.move_to_end(worker)
         if len(self._known) > MAX_QUEUES:
             self._known.popitem(last=False)

@@ -40,8 +40,10 @@ def test_a_long_queue_at_the_holder_is_left_for_a_copy_from_the_pool():
 
 
 def test_a_short_queue_at_the_holder_is_waited_for():
-    holder = worker("a", node="n0", cached_tokens=70_400, queued_tokens=600, waiting=1)
-    plan = decide([holder, worker("b", node="n2")], sources=(POOL,), owners=("a",)).plan
+    queue = {"queued_tokens": 600, "waiting": 1, "utilisation": 0.1}
+    holder = worker("a", node="n0", cached_tokens=70_400, **queue)
+    other = worker("b", node="n2", utilisation=0.1)
+    plan = decide([holder, other], sources=(POOL,), owners=("a",)).plan
     assert (plan.mode, plan.decode) == (Mode.EXTEND, "a")
 
 
@@ -56,7 +58,8 @@ def test_a_full_worker_is_left_although_it_has_the_prefix():
     full = worker("a", node="n0", cached_tokens=70_400, running=40, free_blocks=100)
     plan = decide([full, worker("b", node="n2")], sources=(POOL,), owners=("a",)).plan
     assert plan.decode == "b"
-    costs = {c.decode: c for c in decide([full, worker("b")]).explanation.candidates}
+    decided = CostPolicy(SPEC).planner.plan(turn(), [full, worker("b")], now_s=0.0, exhaustive=True)
+    costs = {c.decode: c for c in decided.explanation.candidates}
     assert costs["b"].terms.queue == 0
 
 
@@ -172,6 +175,17 @@ def test_flows_that_are_under_way_slow_the_next_one():
     assert len(planner.flows) == 4
 
 
+def test_behind_a_queue_a_prompt_delays_those_too_who_come_while_that_is_served():
+    queue = {"queued_tokens": 8_000, "waiting": 1, "cached_tokens": 12_800}
+    behind = worker("a", utilisation=0.2, **queue)
+    explained = CostPolicy(SPEC).planner.plan(
+        turn(), [behind, worker("b", utilisation=0.2)], now_s=0.0, exhaustive=True
+    )
+    terms = {one.decode: one.terms for one in explained.explanation.candidates}
+    assert terms["a"].prefill < terms["b"].prefill
+    assert terms["a"].e_queue > 2 * terms["b"].e_queue > 0
+
+
 def test_a_session_leaves_its_owner_only_for_a_reason():
     owner = worker("a", running=20, cached_tokens=70_400)
     slightly_better = worker("b", running=19, cached_tokens=70_400)
@@ -191,10 +205,10 @@ def test_who_has_just_moved_moves_again_only_for_a_better_reason():
 def test_interactive_requests_avoid_uncertainty_and_background_ones_do_not_mind():
     vague = worker("a", queued_tokens=20_000, waiting=1)
     sure = worker("b", running=0, queued_tokens=23_000, waiting=1)
-    planner = CostPolicy(SPEC).planner
+    planner = CostPolicy(SPEC.model_copy(update={"others_weight": 0.0})).planner
     for _ in range(200):
-        planner.models.queues.observe("a", expected_s=1.0, waited_s=0.2)
-        planner.models.queues.observe("a", expected_s=1.0, waited_s=2.6)
+        planner.models.queues.observe("a", expected_s=1.0, waited_s=0.1)
+        planner.models.queues.observe("a", expected_s=1.0, waited_s=1.8)
         planner.models.queues.observe("b", expected_s=1.0, waited_s=1.0)
     interactive = decide([vague, sure], planner)
     background = decide([vague, sure], planner, urgency=RequestClass.BACKGROUND)
@@ -277,8 +291,9 @@ def test_an_explanation_names_every_plan_when_asked():
 
 def test_a_transfer_that_would_slow_many_others_is_not_worth_a_little_time():
     selfish = CostPolicy(SPEC.model_copy(update={"others_weight": 0.0})).planner
-    for planner, mode in ((selfish, Mode.SPLIT), (CostPolicy(SPEC).planner, Mode.EXTEND)):
-        far = worker("b", node="n2", queued_tokens=10_000, waiting=1)
+    kind = CostPolicy(SPEC.model_copy(update={"others_weight": 2.0})).planner
+    for planner, mode in ((selfish, Mode.SPLIT), (kind, Mode.EXTEND)):
+        far = worker("b", node="n2", queued_tokens=4_000, waiting=1)
         for number in range(80):
             planner.flows.start(str(number), planner.routes.to_worker(POOL, far), 3e11, now_s=0.0)
         assert planner.plan(turn(sources=(POOL,)), [far], now_s=0.0).plan.mode is mode

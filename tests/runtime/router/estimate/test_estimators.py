@@ -11,6 +11,7 @@ from kimi_runtime.router.estimate.price import SpacePrice
 from kimi_runtime.router.estimate.rates import LinkRates
 from kimi_runtime.router.estimate.ratios import HitRatios, QueueRatios
 from kimi_runtime.router.estimate.speeds import Speeds
+from kimi_runtime.router.estimate.usual import UsualWork
 from kimi_runtime.spec.hardware import NIC_400G
 from kimi_runtime.spec.speed import known_prior
 
@@ -104,9 +105,27 @@ def test_queues_that_are_longer_than_they_look_are_believed():
     queues = QueueRatios()
     for _ in range(60):
         queues.observe("w", expected_s=1.0, waited_s=2.0)
-    assert queues.wait("w", 3.0).mean == pytest.approx(6.0, rel=0.05)
+    assert queues.wait("w", 3.0).mean == pytest.approx(6.0, rel=0.1)
     assert queues.wait("other", 3.0).mean == 3.0
     assert queues.wait("w", 0.0) == (0.0, 0.0)
+
+
+def test_long_queues_decide_what_queues_are_believed_to_be():
+    queues = QueueRatios()
+    for number in range(60):
+        queues.observe("w", expected_s=0.02, waited_s=0.0)  # gone on arrival
+        if not number % 6:
+            queues.observe("w", expected_s=2.0, waited_s=2.0)
+    assert queues.factor("w")[0] > 0.9
+
+
+def test_a_usual_request_is_what_requests_were_like():
+    usual = UsualWork(0.2)
+    assert usual.mean_s == 0.2
+    for _ in range(300):
+        usual.observe(1.0)
+    usual.observe(float("nan"))
+    assert usual.mean_s == pytest.approx(1.0, rel=0.01)
 
 
 def test_space_costs_what_evictions_were_regretted():
