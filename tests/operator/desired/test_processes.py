@@ -125,6 +125,9 @@ def test_a_policy_with_reasons_starts_from_the_models_speeds_and_writes_them_dow
     assert found.policy == Cost(model="kimi-nano", gpu="cpu", tensor=1)
     assert found.explain == ExplainSpec(path=log)
     assert router(planned(NANO, explain=log)).explain is None
+    for asked, expected in (("8MiB", ExplainSpec(path=log, max_bytes=8 * 2**20)), ("0B", None)):
+        spec = {"router": {"policy": "cost", "explain": {"maxBytes": asked}}}
+        assert router(planned({**NANO, **spec}, explain=log)).explain == expected
     assert router(planned(NANO, record=log)).record == RecordSpec(path=log)
     for asked, enabled in (("Enabled", True), ("Disabled", False)):
         spec = {"router": {"sessionAdmission": asked}}

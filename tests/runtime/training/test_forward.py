@@ -12,7 +12,7 @@ from kimi_runtime.training.autograd import rms_norm, swiglu
 from kimi_runtime.training.export import write_model
 from kimi_runtime.training.model import TrainingK2
 from kimi_runtime.training.weights import gradients_of, leaves_of, masters_of, tensors_of
-from tiny_k2 import BLOCK_TOKENS, all_logits, model_of, random_ids, tiny_spec
+from tiny_k2 import all_logits, model_of, random_ids, tiny_spec
 
 SPECS = {"tiny": tiny_spec(), "three layers, two dense": tiny_spec(layers=3, first_dense_layers=2)}
 
