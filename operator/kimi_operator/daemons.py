@@ -93,8 +93,9 @@ def next_daemon(
         return Turn(first)
     if may_go:
         return Turn(None, f"the engines of {_node(here[may_go[0]])} to be replaced")
-    names = ", ".join(_node(children[key]) for key in outdated)
-    return Turn(None, f"{names} to come back, or to let a new daemon in (see its taints)")
+    names = ", ".join(_node(children[key]) for key in outdated[:2])
+    more = f" and {len(outdated) - 2} more" if len(outdated) > 2 else ""
+    return Turn(None, f"{names}{more} to come back, or to let a new daemon in (see its taints)")
 
 
 def until_known_s(children: Children, now_s: float) -> float:

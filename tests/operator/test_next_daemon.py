@@ -87,6 +87,10 @@ def test_what_holds_the_next_one_is_named():
         ),
     }
     assert list(held) == list(held.values())
+    many = [daemon(f"node-{number:02}") for number in range(40)]
+    gone = [NodeView(pod["spec"]["nodeName"], {}, (), {}, ready=False) for pod in many]
+    said = turn(daemon_set(), *many, nodes=gone).waits_for
+    assert said.startswith("node-00, node-01 and 38 more to come back")
     assert turn(pool, fresh, b, c) == Turn(ObjectKey("v1", "Pod", "llm", "umbp-b"))
     assert turn(pool, *(daemon(node, "new") for node in "abc")) == Turn(None)
 
