@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kimi_runtime.router.decisions import Decisions
 from kimi_runtime.router.insight import Insight, fronts_of
 from kimi_runtime.router.policies.cost import CostPolicy
+from kimi_runtime.router.policies.longest_prefix import LongestPrefixPolicy
 from kimi_runtime.router.sessions import Geometry
 from kimi_runtime.router.view import KvSource
 from kimi_runtime.spec.request import FinishReason, GenerateChunk, KvUsage, Timing
@@ -41,6 +42,18 @@ CHUNK = st.builds(
 )
 ENDS = st.sampled_from([None, RuntimeError("broke"), GeneratorExit(), KeyboardInterrupt()])
 STEP = st.tuples(st.floats(0, 3), FLEETS, st.lists(CHUNK, max_size=4), ENDS, st.integers(0, 3))
+
+
+def test_what_a_plan_reads_nobody_has_to_compute():
+    planner = CostPolicy(Cost(model="kimi-k2.6", gpu="MI355X", tensor=4)).planner
+    decisions = Decisions(CostPolicy(Cost()), Insight(planner, load_interval_s=0.2))
+    asked = turn(sources=(POOL,))
+    decision = decisions.decide("r", asked, [WHOLE], now_s=0.0)
+    assert decision.plan.fetches[0].end == 60_000 - 60_000 % WHOLE.block_tokens
+    assert decision.new_tokens == asked.prompt_tokens - decision.plan.fetches[0].end
+    untaught = Decisions(LongestPrefixPolicy(), Insight(None, load_interval_s=0.2))
+    decision = untaught.decide("r", asked, [WHOLE], now_s=0.0)
+    assert decision.new_tokens == asked.prompt_tokens
 
 
 @settings(max_examples=50, deadline=None)
