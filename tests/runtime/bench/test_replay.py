@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kimi_runtime.bench.replay.client import Endpoint
 from kimi_runtime.bench.replay.outcome import Outcome
 from kimi_runtime.bench.replay.play import Retries, play
-from kimi_runtime.bench.replay.report import summary
+from kimi_runtime.bench.replay.report import markdown, summary
 from kimi_runtime.bench.replay.texts import Scale, Texts
 from kimi_runtime.cli import app
 from kimi_runtime.protocol.vocabulary import open_vocabulary
@@ -210,3 +210,19 @@ def test_the_command_says_which_requests_failed_and_ends_with_1():
     result = CliRunner().invoke(app, [*command, "--pace", "0"])
     assert result.exit_code == 1
     assert "s0 turn 0: ClientConnectorError" in result.output
+
+
+def test_what_was_not_seen_is_no_time_of_zero():
+    silent = Outcome(session="s", turn=0, asked_s=0.0, ended_s=2.0, finish="length")
+    (line,) = markdown({"arm": summary([silent])}).splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[3:10] == ["-"] * 3 + ["2.00 s"] * 3 + ["-"]
+
+
+def test_no_answer_begins_a_call_that_its_client_would_not_see():
+    served = Served()
+    played(Workload("one", (session("a", Turn(8, 4, Pause.END)),)), served)
+    (body,) = served.bodies
+    special = open_vocabulary().special
+    assert body["logit_bias"][str(special("<|tool_calls_section_begin|>"))] == -100
+    assert str(special("<|im_end|>")) not in body["logit_bias"]

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,20 @@ class Endpoint:
 
 
 class ChatClient:
-    """Asks one endpoint over pooled connections. `clock` tells seconds since the replay began."""
+    """Asks one endpoint over pooled connections. `clock` tells seconds since the replay began.
+
+    No answer has a token of `never`.
+    """
 
     def __init__(
-        self, http: aiohttp.ClientSession, endpoint: Endpoint, clock: Callable[[], float]
+        self,
+        http: aiohttp.ClientSession,
+        endpoint: Endpoint,
+        clock: Callable[[], float],
+        never: Iterable[int] = (),
     ) -> None:
         self._http, self._endpoint, self._clock = http, endpoint, clock
+        self._bias = dict.fromkeys(map(str, never), -100)
 
     async def ask(
         self,
@@ -57,6 +65,7 @@ class ChatClient:
             "messages": list(messages),
             "max_tokens": max_tokens,
             "temperature": 0,
+            "logit_bias": self._bias,
             "thinking": {"type": "disabled"},
             "stream": True,
             "stream_options": {"include_usage": True},

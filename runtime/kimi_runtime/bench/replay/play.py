@@ -55,7 +55,7 @@ async def play(
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-        client = ChatClient(http, endpoint, lambda: clock.now_s() - began_s)
+        client = ChatClient(http, endpoint, lambda: clock.now_s() - began_s, texts.unseen)
         player = _Player(
             *(client, texts, scale or Scale(), began_s),
             on_outcome=on_outcome,

@@ -1,6 +1,6 @@
 """Figures of a replay, as a table and for JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,9 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from kimi_runtime.bench.replay.outcome import Outcome
 from kimi_runtime.sim.report import Spread, spread
 from kimi_runtime.spec.base import SpecModel
+
+NOTHING = "-"
+"""What was not seen once has no quantiles."""
 
 
 class ReplaySummary(SpecModel):
@@ -63,14 +66,11 @@ def markdown(arms: dict[str, ReplaySummary]) -> str:
     )
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for name, one in arms.items():
-        times = (
-            *(one.ttft.p50, one.ttft.p90, one.ttft.p99),
-            *(one.e2e.p50, one.e2e.p90, one.e2e.p99),
-        )
         cells = [
             *(name, str(one.requests), str(one.failed)),
-            *(f"{value:.2f} s" for value in times),
-            f"{1e3 * one.itl.p99:.0f} ms",
+            *_seconds(one.ttft),
+            *_seconds(one.e2e),
+            f"{1e3 * one.itl.p99:.0f} ms" if one.itl.count else NOTHING,
             f"{one.makespan_s:.0f} s",
             f"{one.requests_per_s:.2f}",
             str(one.prompt_tokens),
@@ -78,6 +78,11 @@ def markdown(arms: dict[str, ReplaySummary]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _seconds(one: Spread) -> Iterator[str]:
+    for value in (one.p50, one.p90, one.p99):
+        yield f"{value:.2f} s" if one.count else NOTHING
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

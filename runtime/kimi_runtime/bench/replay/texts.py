@@ -1,7 +1,7 @@
 """Texts for sessions that know theirs by number: words that say nothing, as many as wanted."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kimi_runtime.protocol.vocabulary import Vocabulary
 from kimi_runtime.spec.base import SpecModel
@@ -16,7 +16,11 @@ class Texts:
     `seed` makes all of them others, so that a second replay finds nothing of a first one.
     """
 
-    def __init__(self, count: Callable[[str], int], *, seed: int) -> None:
+    def __init__(
+        self, count: Callable[[str], int], *, seed: int, unseen: Iterable[int] = ()
+    ) -> None:
+        self.unseen = frozenset(unseen)
+        """Markers of calls, which nobody asks for: an endpoint sends nothing behind them."""
         draw = random.Random(0)
         words = {"".join(draw.choices(_SYLLABLES, k=draw.randint(1, 3))) for _ in range(_WORDS)}
         self._words = sorted(words)
@@ -26,7 +30,8 @@ class Texts:
     @classmethod
     def of(cls, vocabulary: Vocabulary, *, seed: int) -> "Texts":
         """Texts whose length is told in tokens of this vocabulary."""
-        return cls(lambda text: len(vocabulary.encode_text(text)), seed=seed)
+        marks = (id_ for name, id_ in vocabulary.special_ids.items() if "tool_call" in name)
+        return cls(lambda text: len(vocabulary.encode_text(text)), seed=seed, unseen=marks)
 
     def text(self, number: int, tokens: int) -> str:
         """The first `tokens` tokens of text `number`, a few more where a word has several.
