@@ -101,12 +101,17 @@ def test_a_drive_behind_a_tight_pool_spares_computing():
     computed = {}
     for ssd in (0, 10**12):
         cluster = TIGHT.model_copy(update={"ssd": ssd})
-        load = agents(12, 3, AgentMix(turns=8))
-        run = World(cluster, load, policy_of("longest_prefix", cluster), seed=3).run()
-        computed[ssd] = sum(one.computed_tokens for one in run.records)
-        assert run.finished
-        for worker in run.cluster.workers.values():
-            worker.check_integrity()
-        for pool in run.cluster.pools.values():
-            pool.pool.check_integrity()
+        # of one seed alone, other decisions may cost as much as the drive spares
+        computed[ssd] = sum(computed_tokens(cluster, seed) for seed in (3, 5, 6))
     assert computed[10**12] < computed[0]
+
+
+def computed_tokens(cluster, seed):
+    load = agents(12, seed, AgentMix(turns=8))
+    run = World(cluster, load, policy_of("longest_prefix", cluster), seed=seed).run()
+    assert run.finished
+    for worker in run.cluster.workers.values():
+        worker.check_integrity()
+    for pool in run.cluster.pools.values():
+        pool.pool.check_integrity()
+    return sum(one.computed_tokens for one in run.records)
