@@ -48,6 +48,10 @@ def name_of(pod: Manifest) -> str:
     return str(pod["metadata"]["name"])
 
 
+def uid_of(pod: Manifest) -> str:
+    return str(pod["metadata"]["uid"])
+
+
 def samples(nodes: Nodes, pod: Manifest) -> Samples:
     """A pod's metrics, through the API server."""
     ports = pod["spec"]["containers"][0]["ports"]
@@ -89,7 +93,10 @@ def test_an_engine_finds_what_the_other_node_s_engine_computed(nodes: Nodes):
         lambda: samples(nodes, daemons[other]).total(KNOWN, gone) > 0,
         f"the pool of {other} knows of no blocks of {gone}",
     )
-    nodes.delete(ObjectKey("v1", "Pod", NAMESPACE, name_of(computing[gone])))
+    key, uid = ObjectKey("v1", "Pod", NAMESPACE, name_of(computing[gone])), uid_of(computing[gone])
+    nodes.delete(key)
+    # it serves until it ends, and its successor has a model to load first
+    nodes.until(key, lambda now: now is None or uid_of(now) != uid, READY_S, "ended")
     assert told(nodes) == said
     found = samples(nodes, computing[other])
     sources = found.by("kimistack_worker_prompt_tokens_total", "source")
