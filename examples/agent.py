@@ -2,8 +2,9 @@
 
     python examples/agent.py [--base-url http://127.0.0.1:8000/v1]
 
-The model that `make up` starts is too small to mean what it says, but the call it makes is valid,
-since `tool_choice` constrains it, and each turn finds the one before it cached.
+The questions are worded as the small model that `make up` starts was taught. Whatever a model
+means, its calls are valid, since `tool_choice` constrains them, and each turn finds the one before
+it cached.
 """
 
 import argparse
@@ -16,21 +17,17 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "description": "The weather of a city now.",
+        "description": "Returns the weather.",
         "parameters": {
             "type": "object",
             "properties": {
-                "city": {"type": "string", "maxLength": 12},
+                "city": {"type": "string"},
                 "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
             },
             "required": ["city", "unit"],
         },
     },
 }
-SYSTEM = (
-    "You are a careful assistant. Answer in one short sentence. When a question is about the "
-    "weather, call get_weather and use its result; do not guess. Name the city in the answer."
-)
 
 
 def main() -> None:
@@ -43,8 +40,7 @@ def main() -> None:
     model = client.models.list().data[0].id
 
     messages: list[Any] = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": "What is the weather in Lisbon?"},
+        {"role": "user", "content": "What is the weather with city = Lisbon and unit = celsius?"},
     ]
     first = ask(client, model, messages, tool_choice="required")
     call = first.choices[0].message.tool_calls[0]
@@ -53,16 +49,17 @@ def main() -> None:
 
     messages.append(first.choices[0].message.model_dump(exclude_none=True))
     messages.append(
-        {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"degrees": 21})}
+        {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"weather": "sunny"})}
     )
     second = ask(client, model, messages, tool_choice="none")
     print(f"2 text: {second.choices[0].message.content!r}")
     print_cached(2, second)
 
     messages.append(second.choices[0].message.model_dump(exclude_none=True))
-    messages.append({"role": "user", "content": "And what should I wear?"})
-    third = ask(client, model, messages, tool_choice="none")
-    print(f"3 text: {third.choices[0].message.content!r}")
+    messages.append({"role": "user", "content": "And with city = porto and unit = celsius?"})
+    third = ask(client, model, messages, tool_choice="required")
+    call = third.choices[0].message.tool_calls[0]
+    print(f"3 call: {call.function.name}({call.function.arguments}) id={call.id}")
     print_cached(3, third)
 
 
@@ -74,7 +71,7 @@ def ask(client: OpenAI, model: str, messages: list[Any], tool_choice: str) -> An
         tools=[WEATHER],
         tool_choice=tool_choice,
         temperature=0,
-        max_tokens=64,
+        max_tokens=256,
         extra_body={"thinking": {"type": "disabled"}},
     )
 
