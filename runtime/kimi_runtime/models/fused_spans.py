@@ -15,6 +15,9 @@ from torch import Tensor
 from kimi_runtime.models.rows import cancelling
 from kimi_runtime.models.spans import SpanGeometry
 
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+"""One of those that the public function chooses from; other versions may lack it."""
+
 _WIDTHS = tuple(range(32, 513, 32))
 """512 keys are what the library's function itself works on at once."""
 
@@ -38,8 +41,10 @@ class FusedSpans:
     ) -> "FusedSpans | None":
         """Spans in widths that, with `promise`, were seen to keep a query's bits among others.
 
-        None where the full span is not one of them.
+        None where the full span is not one of them, or the library has no such function.
         """
+        if not hasattr(torch.ops.aten, _KERNEL):
+            return None
         widths = _WIDTHS
         if promise:
             probes = tuple(_probes(_PROBE_QUERIES * heads, row_dim, like))
@@ -60,7 +65,7 @@ class FusedSpans:
 def _attend(q: Tensor, rows: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Means [G, R, row_dim] and log-sums [G, R, 1]."""
     keys = rows[:, None]
-    mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    mean, log_sum = getattr(torch.ops.aten, _KERNEL)(
         q[:, None], keys, keys, attn_mask=None if bias is None else bias[:, None], scale=scale
     )
     return mean[:, 0], log_sum.view(*q.shape[:2], 1)

@@ -47,6 +47,13 @@ Angles = Tensor
 """[T, 1, dim / 2] complex64: what each pair (x0, x1), as x0 + i x1, is multiplied by."""
 
 
+_SHARED_PAIRS = 2**15
+"""From so many on, the library's threads share a product, and a share may end within a row. What is
+left of a row there is rounded otherwise: complex numbers one by one are multiplied and added at
+once, whole vectors of them are not.
+"""
+
+
 class Rotary:
     """Rotates interleaved pairs (x0, x1), (x2, x3), ... by position."""
 
@@ -64,5 +71,13 @@ class Rotary:
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """x [T, H, dim] -> the same, rotated; fp32 inside, x's dtype outside."""
     wide = torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
-    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(angles)
+    pairs = torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2))
+    if x.device.type != "cpu" or pairs.numel() < _SHARED_PAIRS:
+        pairs.mul_(angles)
+    else:
+        tokens = max(1, (_SHARED_PAIRS - 1) // pairs[0].numel())
+        for some, turns in zip(
+            torch.split(pairs, tokens), torch.split(angles, tokens), strict=True
+        ):
+            some.mul_(turns)
     return wide.to(x.dtype)

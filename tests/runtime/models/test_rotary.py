@@ -61,3 +61,17 @@ def test_pairs_are_interleaved_not_halves():
 def test_equal_mscales_leave_amplitudes_alone_and_the_scale_has_their_square():
     assert amplitude(K26.yarn) == 1.0
     assert published.K26.attention_scale * math.sqrt(192) == pytest.approx(2.00474, abs=1e-5)
+
+
+def test_a_token_among_many_turns_as_alone_whatever_shares_threads_get():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 9, 64, generator=generator)
+    angles = Rotary(K26, 64, 512, torch.device("cpu")).at(torch.arange(512))
+    alone = torch.cat([rotate(x[i : i + 1], angles[i : i + 1]) for i in range(512)])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(rotate(x, angles), alone), threads
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from kimi_runtime.models import fused_spans
+from kimi_runtime.models.attention import open_kernel
 from kimi_runtime.models.fused_spans import FusedSpans
 from kimi_runtime.models.tiled_spans import TiledSpans
 
@@ -71,3 +73,10 @@ def test_a_query_among_many_of_its_history_gives_the_same_bits(make):
         part = slice(first * HEADS, last * HEADS)
         got = kernel(q[:, part], rows, bias[:, part])
         assert all(torch.equal(a, b[:, part]) for a, b in zip(got, want, strict=True))
+
+
+def test_a_library_without_the_function_computes_products(monkeypatch):
+    monkeypatch.setattr(fused_spans, "_KERNEL", "no_such_operator")
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    kernel = open_kernel(heads=HEADS, row_dim=ROW_DIM, scale=SCALE, like=like, promise=False)
+    assert isinstance(kernel, TiledSpans)
