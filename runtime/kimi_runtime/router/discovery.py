@@ -11,7 +11,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import aiohttp
 
@@ -22,6 +21,7 @@ from kimi_runtime.router.client import PeerClient
 from kimi_runtime.router.insight import Facts, streams_of
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.sessions import Geometry
+from kimi_runtime.router.sight import Sight, geometry_of
 from kimi_runtime.router.view import WorkerView
 from kimi_runtime.spec.router import WorkerEndpoint
 from kimi_runtime.spec.worker import LoadReport, WorkerInfo
@@ -58,11 +58,7 @@ class Member:
     """When that arrived."""
     left_s: float | None = None
     """Since when nothing new goes there, because the worker was taken off the list."""
-    _constant: "_Constant | None" = None
-    _view: WorkerView | None = None
-    """The last one that was made, from these:"""
-    _load: Load | None = None
-    _facts: Facts | None = None
+    _sight: Sight | None = None
 
     @property
     def name(self) -> str:
@@ -70,13 +66,15 @@ class Member:
         return self.endpoint.name
 
     @property
-    def constant(self) -> "_Constant":
-        """What decisions see of a worker that was met, and that does not change."""
-        known = self._constant
-        if known is None or known.info is not self.info:
-            assert self.info is not None
-            known = self._constant = _Constant(self.name, self.info)
-        return known
+    def sight(self) -> Sight:
+        """What decisions see of a worker that was met."""
+        sight, info = self._sight, self.info
+        if sight is None or sight.info is not info:
+            assert info is not None
+            reads = info.capabilities.fetch_source
+            sight = Sight(self.name, info, reads_pools=reads, streams=streams_of(info))
+            self._sight = sight
+        return sight
 
     def seen(
         self,
@@ -86,28 +84,13 @@ class Member:
         pooled: int,
         checkpoints: tuple[int, ...] | None,
     ) -> WorkerView:
-        """The worker as a decision sees it; the last view, where nothing of it has changed."""
-        view = self._view
-        if (
-            view is not None
-            and facts is self._facts
-            and load is self._load
-            and view.cached_tokens == cached
-            and view.pool_tokens == pooled
-            and view.ready == self.ready
-            and view.draining == (load.draining or self.left_s is not None)
-            and view.checkpoints == checkpoints
-            and self._constant is not None
-            and self._constant.info is self.info
-        ):
-            return view
-        self._load, self._facts = load, facts
-        self._view = view = _view(self, load, facts, cached, pooled, checkpoints)
-        return view
+        """The worker as a decision sees it."""
+        leaves = load.draining or self.left_s is not None
+        return self.sight.of(load, facts, cached, pooled, checkpoints, self.ready, leaves)
 
     def renew(self, load: Load, facts: Facts) -> None:
         """Make a view like the last one, of which load and facts are these now."""
-        last = self._view
+        last = self._sight.view if self._sight is not None else None
         if last is not None:
             self.seen(load, facts, last.cached_tokens, last.pool_tokens, last.checkpoints)
 
@@ -169,7 +152,7 @@ class Fleet:
     def geometries(self) -> dict[str, Geometry]:
         """Block geometry by worker, for workers that are ready."""
         return {
-            name: member.constant.geometry
+            name: member.sight.geometry
             for name, member in self._members.items()
             if member.ready and member.info is not None
         }
@@ -351,62 +334,3 @@ class Fleet:
     def _wake(self) -> None:
         self._next.set()
         self._next = asyncio.Event()
-
-
-def geometry_of(info: WorkerInfo) -> Geometry:
-    """The part of a worker's description that its block keys depend on; one object for each."""
-    return _geometry(info.model_digest, info.layout, info.block_tokens)
-
-
-_geometry = lru_cache(maxsize=256)(Geometry)
-
-
-class _Constant:
-    """A worker's description in the order in which views have it."""
-
-    __slots__ = ("abilities", "first", "geometry", "info", "last", "sizes")
-
-    def __init__(self, name: str, info: WorkerInfo) -> None:
-        self.info, self.geometry = info, geometry_of(info)
-        able = info.capabilities
-        self.first = name, info.role, able.roles, info.revision, info.layout
-        self.sizes = info.total_blocks, info.block_tokens, info.max_context_tokens
-        self.abilities = able.grammar, able.logprobs, able.transports
-        self.last = able.fetch_source, able.fetch_source, streams_of(info)
-
-
-def _view(
-    member: Member,
-    load: Load,
-    facts: Facts,
-    cached: int,
-    pooled: int,
-    checkpoints: tuple[int, ...] | None,
-) -> WorkerView:
-    constant = member.constant
-    info = constant.info
-    kind, age_s, utilisation, unused, price_s, releases, line = facts
-    waiting, running, queued, free, _, certain, draining, _, _, depth = load
-    return WorkerView(  # by position: names take twice as long, for every worker of every decision
-        *constant.first,
-        member.ready,
-        draining or member.left_s is not None,
-        certain,
-        *(waiting, running, queued, free),
-        *constant.sizes,
-        *constant.abilities,
-        cached,
-        pooled,
-        kind,
-        info.node,
-        age_s,
-        info.max_running,
-        releases,
-        line,
-        utilisation,
-        unused,
-        price_s,
-        checkpoints,
-        *constant.last,
-        depth,
-    )

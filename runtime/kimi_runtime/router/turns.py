@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kimi_runtime import clock
-from kimi_runtime.router.discovery import Fleet, geometry_of
+from kimi_runtime.router.discovery import Fleet
 from kimi_runtime.router.estimate.gaps import Curve
 from kimi_runtime.router.estimate.outputs import Phase
 from kimi_runtime.router.follow import Feeds
@@ -14,6 +14,7 @@ from kimi_runtime.router.pauses import Arrival, Pauses
 from kimi_runtime.router.recording import Recording, Served
 from kimi_runtime.router.session_gate import Entry, Seat, SessionGate
 from kimi_runtime.router.sessions import Geometry, Turn
+from kimi_runtime.router.sight import geometry_of
 from kimi_runtime.router.view import RequestClass
 
 HOLD_QUANTILE = 0.9

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kimi_runtime.router.decisions import Decision, Decisions
-from kimi_runtime.router.insight import Facts, Front, Insight, kind_of
-from kimi_runtime.router.ledger import Ledger, Load
+from kimi_runtime.router.insight import Front, Insight, kind_of
+from kimi_runtime.router.ledger import Ledger
 from kimi_runtime.router.policies import open_policy, planner_of
+from kimi_runtime.router.sight import Sight
 from kimi_runtime.router.view import KvSource, RequestView, WorkerView
 from kimi_runtime.sim.cluster import LAYOUT, REVISION, Cluster
 from kimi_runtime.sim.features import Features
@@ -42,79 +43,11 @@ class Answer:
 class Known:
     """What the router keeps of one worker process."""
 
-    info: WorkerInfo
-    roles: tuple[Role, ...]
-    streams: int
+    sight: Sight
     answers: dict[str, Answer] = field(default_factory=dict)
     """Those on their way, by name."""
     timer: Timer | None = None
     """When its next load report comes; None while it has nothing to do and would say the same."""
-    view: WorkerView | None = None
-    """The last one that was made, from these:"""
-    load: Load | None = None
-    facts: Facts | None = None
-
-    def seen(
-        self,
-        load: Load,
-        facts: Facts,
-        cached: int,
-        pooled: int,
-        checkpoints: tuple[int, ...] | None,
-        *,
-        ready: bool,
-        draining: bool,
-    ) -> WorkerView:
-        """The worker as a decision sees it; the last view, where nothing of it has changed."""
-        view = self.view
-        if (
-            view is not None
-            and facts is self.facts
-            and load is self.load
-            and view.cached_tokens == cached
-            and view.pool_tokens == pooled
-            and view.ready == ready
-            and view.draining == draining
-            and view.checkpoints == checkpoints
-        ):
-            return view
-        self.load, self.facts, info = load, facts, self.info
-        able = info.capabilities
-        self.view = view = WorkerView(
-            name=info.name,
-            role=info.role,
-            roles=self.roles,
-            revision=REVISION,
-            layout=LAYOUT,
-            ready=ready,
-            draining=draining,
-            certain=load.certain,
-            waiting=load.waiting,
-            running=load.running,
-            queued_tokens=load.queued_tokens,
-            free_blocks=load.free_blocks,
-            total_blocks=info.total_blocks,
-            block_tokens=info.block_tokens,
-            max_context_tokens=info.max_context_tokens,
-            grammar=able.grammar,
-            logprobs=able.logprobs,
-            cached_tokens=cached,
-            pool_tokens=pooled,
-            kind=facts.kind,
-            node=info.node,
-            age_s=facts.age_s,
-            max_running=info.max_running,
-            releases=facts.releases,
-            line=facts.line,
-            utilisation=facts.utilisation,
-            unused_blocks=facts.unused_blocks,
-            space_price_s=facts.space_price_s,
-            fetches=able.fetch_source,
-            streams=self.streams,
-            checkpoints=checkpoints,
-            queued_depth=load.queued_depth,
-        )
-        return view
 
 
 class SimRouter:
@@ -219,16 +152,16 @@ class SimRouter:
 
     def kind(self, worker: SimWorker) -> str:
         """The kind of workers whose speeds it has."""
-        return kind_of(self._of(worker).info)
+        return kind_of(self._of(worker).sight.info)
 
     # load reports
 
     def _of(self, worker: SimWorker) -> Known:
         known = self._known.get(worker.name)
-        if known is None or known.info.epoch != worker.epoch:
-            known = self._known[worker.name] = Known(
-                *(_info(worker, self._cluster), _roles(worker), self._cluster.spec.streams)
-            )
+        if known is None or known.sight.info.epoch != worker.epoch:
+            info, streams = _info(worker, self._cluster), self._cluster.spec.streams
+            sight = Sight(worker.name, info, reads_pools=True, streams=streams)
+            known = self._known[worker.name] = Known(sight)
         return known
 
     def _report(self, worker: SimWorker) -> None:
@@ -245,7 +178,7 @@ class SimRouter:
                 answer.told = made
         report = worker.report()
         if self.ledger.report(worker.name, report, now_s=now_s):
-            self.insight.reported(known.info, report, now_s=now_s)
+            self.insight.reported(known.sight.info, report, now_s=now_s)
         known.timer = self._timeline.after(self._interval_s, partial(self._due, worker))
 
     def _due(self, worker: SimWorker) -> None:
@@ -274,7 +207,7 @@ class SimRouter:
                 # idle: what it said last still holds, as the reports that are left out would say
                 report = worker.report()
                 self.ledger.report(worker.name, report, now_s=now_s)
-                self.insight.reported(known.info, report, now_s=now_s)
+                self.insight.reported(known.sight.info, report, now_s=now_s)
         for pool in self._cluster.pools.values():
             self._follow(pool.name, pool.feed, now_s)
 
@@ -330,7 +263,7 @@ class SimRouter:
         loads = self.ledger.loads(workers, now_s=now_s)
         known = [self._of(worker) for worker in workers.values()]
         facts = self.insight.all_facts(
-            [(one.info, loads[one.info.name]) for one in known],
+            [(one.sight.info, loads[one.sight.info.name]) for one in known],
             held=self.index.held,
             need_tokens=need_tokens,
             now_s=now_s,
@@ -339,14 +272,14 @@ class SimRouter:
         for (name, worker), one, told in zip(workers.items(), known, facts, strict=True):
             load = loads[name]
             views.append(
-                one.seen(
+                one.sight.of(
                     load,
                     told,
                     cached[name],
                     held.get(worker.node, 0) * size,
                     None if states is None else states.get(name, ()),
-                    ready=not worker.failed and name not in self._lost,
-                    draining=load.draining or worker.draining,
+                    not worker.failed and name not in self._lost,
+                    load.draining or worker.draining,
                 )
             )
         return views

@@ -87,7 +87,7 @@ def test_what_is_kept_is_what_would_be_made(drawn):
             _, kept = core.look(keys_of(count), now_s=now_s)
             core.insight._resting.clear()
             for peer in core.peers.values():
-                peer.member._view = None
+                peer.member.sight.view = None
             _, made = core.look(keys_of(count), now_s=now_s)
             assert kept == made
 

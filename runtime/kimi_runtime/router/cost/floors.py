@@ -18,8 +18,8 @@ from kimi_runtime.router.cost.seat import (
     MAX_QUEUE_RATIO,
     MAX_STALE_S,
     STALE_S_PER_S,
-    TYPICAL_CONTEXT_SHARE,
     UNCERTAIN_SHARE,
+    queued_depth,
 )
 from kimi_runtime.router.view import WorkerView
 from kimi_runtime.spec.worker import Role
@@ -94,13 +94,6 @@ def _column(values: Sequence[float]) -> Floats:
     return np.array(values, dtype=float)
 
 
-def _depth(one: WorkerView) -> float:
-    """See `Seat`."""
-    if one.queued_depth is not None:
-        return one.queued_depth
-    return TYPICAL_CONTEXT_SHARE * one.max_context_tokens
-
-
 class _Group:
     """Workers of one kind as columns."""
 
@@ -159,7 +152,7 @@ class _Group:
         kind, workers = self.kind, self.workers
         waiting = _column([one.waiting for one in workers])
         queued = _column([one.queued_tokens for one in workers])
-        depth = _column([_depth(one) for one in workers])
+        depth = _column([queued_depth(one) for one in workers])
         work_s = kind.fixed_s * waiting + queued * (kind.token_s + kind.pair_s * depth)
         factor, relative_var = map(_column, self.context.models.queues.factors(self.names))
         mean = self.bias * work_s * factor

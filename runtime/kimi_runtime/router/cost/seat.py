@@ -160,9 +160,7 @@ class Seat:
         context, worker, kind = self.context, self.worker, self.kind
         mean = var = 0.0
         if worker.queued_tokens or worker.waiting:
-            depth = worker.queued_depth
-            if depth is None:
-                depth = TYPICAL_CONTEXT_SHARE * worker.max_context_tokens
+            depth = queued_depth(worker)
             work_s = kind.fixed_s * worker.waiting
             work_s += worker.queued_tokens * (kind.token_s + kind.pair_s * depth)
             self.work_s = self.bias * work_s
@@ -185,3 +183,10 @@ def queue_ratio(worker: WorkerView) -> float:
         return min(float(worker.waiting), MAX_QUEUE_RATIO)
     share = min(max(worker.utilisation, 0.0), 0.99)
     return min(share / (1 - share), MAX_QUEUE_RATIO)
+
+
+def queued_depth(worker: WorkerView) -> float:
+    """Where in their contexts a worker's queued tokens are, on average, as far as anybody knows."""
+    if worker.queued_depth is not None:
+        return worker.queued_depth
+    return TYPICAL_CONTEXT_SHARE * worker.max_context_tokens
