@@ -1,7 +1,5 @@
 """Two nodes' KV pools: engines find the other's blocks, a pool that goes leaves its own there."""
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -12,7 +10,7 @@ from kimi_operator.desired.pool_files import POOL_FILE
 from kimi_operator.observed import ROLE_LABEL, ObjectKey
 from nano import DEPLOYMENT, NAMESPACE, POOLS, READY_S, ask, engines, router_url, scale, serving
 from nodes import Manifest, Nodes
-from samples import Samples
+from samples import samples_of, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 HEARD_S = 150.0
@@ -52,21 +50,6 @@ def uid_of(pod: Manifest) -> str:
     return str(pod["metadata"]["uid"])
 
 
-def samples(nodes: Nodes, pod: Manifest) -> Samples:
-    """A pod's metrics, through the API server."""
-    ports = pod["spec"]["containers"][0]["ports"]
-    port = next(one["containerPort"] for one in ports if one["name"] == "http")
-    at = f"/api/v1/namespaces/{NAMESPACE}/pods/{name_of(pod)}:{port}/proxy/metrics"
-    return Samples(nodes.kubectl("get", "--raw", at))
-
-
-def until(heard: Callable[[], bool], what: str) -> None:
-    """Ask again for HEARD_S; it fails when that was not so by then."""
-    end_s = time.monotonic() + HEARD_S
-    while not heard():
-        assert time.monotonic() < end_s, what
-
-
 def told(nodes: Nodes) -> list[str]:
     """What is answered to each story, all asked at once, so that both nodes compute some."""
     with (
@@ -90,15 +73,16 @@ def test_an_engine_finds_what_the_other_node_s_engine_computed(nodes: Nodes):
     gone, other = sorted(computing)
     said = told(nodes)
     until(
-        lambda: samples(nodes, daemons[other]).total(KNOWN, gone) > 0,
-        f"the pool of {other} knows of no blocks of {gone}",
+        lambda: samples_of(nodes, daemons[other]).total(KNOWN, gone) > 0,
+        HEARD_S,
+        f"the pool of {other} knows of blocks of {gone}",
     )
     key, uid = ObjectKey("v1", "Pod", NAMESPACE, name_of(computing[gone])), uid_of(computing[gone])
     nodes.delete(key)
     # it serves until it ends, and its successor has a model to load first
     nodes.until(key, lambda now: now is None or uid_of(now) != uid, READY_S, "ended")
     assert told(nodes) == said
-    found = samples(nodes, computing[other])
+    found = samples_of(nodes, computing[other])
     sources = found.by("kimistack_worker_prompt_tokens_total", "source")
     assert sources["pool"] > 0, sources
     serves_again(nodes)
@@ -116,13 +100,13 @@ def test_a_pool_that_is_stopped_leaves_its_blocks_with_the_other(nodes: Nodes):
     daemons = pools(nodes)
     leaving, staying = sorted(daemons)
     empty(nodes, daemons[staying])  # hand-offs may have brought it all that the other has
-    before = samples(nodes, daemons[staying]).total(TAKEN, "taken", "drain")
+    before = samples_of(nodes, daemons[staying]).total(TAKEN, "taken", "drain")
     key = ObjectKey("v1", "Pod", NAMESPACE, name_of(daemons[leaving]))
     with nodes.timed("delete of a pool's pod to its successor Ready, blocks moved"):
         nodes.delete(key)
         nodes.until(key, lambda now: now is None, READY_S, "gone")
         serves_again(nodes)
-    moved = samples(nodes, daemons[staying]).total(TAKEN, "taken", "drain") - before
+    moved = samples_of(nodes, daemons[staying]).total(TAKEN, "taken", "drain") - before
     nodes.measured("the same: blocks the other pool took", moved, "")
     assert moved > 0
     successor = pools(nodes)[leaving]

@@ -1,8 +1,6 @@
 """The pool's TLS by a Secret: turned on under load, renewed without a restart, turned off."""
 
 import base64
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,7 @@ from nano import (
     serving,
 )
 from nodes import Manifest, Nodes
-from samples import Samples
+from samples import samples_of, scheme_of, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 SECRET = f"{NAME}-umbp-tls"
@@ -66,30 +64,8 @@ def daemons(nodes: Nodes) -> dict[str, Manifest]:
     return staying(nodes, POOLS)
 
 
-def scheme(pod: Manifest) -> str:
-    """What its daemon speaks: http or https."""
-    names = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
-    return next(name for name in names if name in ("http", "https"))
-
-
 def schemes(nodes: Nodes) -> list[str]:
-    return [scheme(pod) for pod in daemons(nodes).values()]
-
-
-def samples(nodes: Nodes, pod: Manifest) -> Samples:
-    """A pod's metrics, through the API server."""
-    spoken, name = scheme(pod), pod["metadata"]["name"]
-    ports = pod["spec"]["containers"][0]["ports"]
-    port = next(one["containerPort"] for one in ports if one["name"] == spoken)
-    prefix = "https:" if spoken == "https" else ""
-    at = f"/api/v1/namespaces/{NAMESPACE}/pods/{prefix}{name}:{port}/proxy/metrics"
-    return Samples(nodes.kubectl("get", "--raw", at))
-
-
-def until(holds: Callable[[], bool], within_s: float, what: str) -> None:
-    end_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end_s, f"not within {within_s:g} s: {what}"
+    return [scheme_of(pod) for pod in daemons(nodes).values()]
 
 
 def feeds_heard(nodes: Nodes) -> bool:
@@ -98,7 +74,7 @@ def feeds_heard(nodes: Nodes) -> bool:
     routers = staying(nodes, ROUTERS).values()
     if len(routers) != 2:
         return False  # they are being replaced
-    found = [samples(nodes, router) for router in routers]
+    found = [samples_of(nodes, router) for router in routers]
     return all(
         one.total("kimistack_router_feed_exact", name) == 1 for one in found for name in names
     )
@@ -152,11 +128,11 @@ def test_a_renewed_certificate_is_taken_without_a_restart(
     nodes: Nodes, authority: Authority, tmp_path: Path
 ):
     before = daemons(nodes)
-    assert all(samples(nodes, pod).total(DAYS_LEFT) < 1 for pod in before.values())
+    assert all(samples_of(nodes, pod).total(DAYS_LEFT) < 1 for pod in before.values())
     nodes.apply(secret(authority, tmp_path / "second", days=9))
     with nodes.timed("Secret renewed to both daemons showing the new certificate"):
         until(
-            lambda: all(samples(nodes, pod).total(DAYS_LEFT) > 8 for pod in before.values()),
+            lambda: all(samples_of(nodes, pod).total(DAYS_LEFT) > 8 for pod in before.values()),
             HEARD_S,
             "the new certificate on both nodes",
         )
