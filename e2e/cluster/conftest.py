@@ -172,7 +172,7 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tree"
 
 
-PREVIOUS = "v0.1.0"
+PREVIOUS = "205adda55e3c6f05337e9bb19e51300d5830bc9f"  # 0.3.0; not every clone has the tags
 
 
 def _available(deployment: Manifest | None) -> bool:
