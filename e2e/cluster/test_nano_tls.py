@@ -20,6 +20,7 @@ from nano import (
     restarts,
     router_url,
     serving,
+    staying,
 )
 from nodes import Manifest, Nodes
 from samples import samples_of, scheme_of, until
@@ -51,12 +52,6 @@ def secret(authority: Authority, folder: Path, days: int) -> Manifest:
             name: base64.b64encode(path.read_bytes()).decode() for name, path in texts.items()
         },
     }
-
-
-def staying(nodes: Nodes, labels: str) -> dict[str, Manifest]:
-    """Pods by uid, but those that leave."""
-    pods = nodes.list("v1/Pod", NAMESPACE, labels)
-    return {p["metadata"]["uid"]: p for p in pods if "deletionTimestamp" not in p["metadata"]}
 
 
 def daemons(nodes: Nodes) -> dict[str, Manifest]:

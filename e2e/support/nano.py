@@ -64,6 +64,12 @@ def engines(nodes: Nodes) -> dict[str, Manifest]:
     return {pod["metadata"]["uid"]: pod for pod in nodes.list("v1/Pod", NAMESPACE, ENGINES)}
 
 
+def staying(nodes: Nodes, labels: str) -> dict[str, Manifest]:
+    """Pods by uid, but those that leave."""
+    pods = nodes.list("v1/Pod", NAMESPACE, labels)
+    return {p["metadata"]["uid"]: p for p in pods if "deletionTimestamp" not in p["metadata"]}
+
+
 def restarts(pods: dict[str, Manifest]) -> dict[str, int]:
     """How often the containers of each pod were restarted."""
     return {
