@@ -60,6 +60,13 @@ class KvBlocks:
         idle = [self._references[block] for block in run].count(0)
         return idle + max(total - len(run), 0)
 
+    def is_run(self, blocks: Sequence[int], keys: Sequence[bytes]) -> bool:
+        """Whether `blocks` are what `acquire` would give for `keys`."""
+        count, key_of = len(blocks), self._key_of
+        if count < len(keys) and keys[count] in self._block_of:
+            return False
+        return [key_of[block] for block in blocks] == list(keys[:count])
+
     def reference(self, blocks: Iterable[int]) -> None:
         """Reference cached or used blocks once more, so that they stay."""
         references = self._references

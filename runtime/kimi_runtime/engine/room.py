@@ -60,9 +60,17 @@ class RoomLine:
 
     def enter(self, place: Place) -> None:
         """Grant the room at once, or take the request's blocks from it and let it wait."""
-        request = place.request
+        request, blocks = place.request, self._blocks
         request.coming = min(place.total * request.chain.block_tokens, len(request.tokens))
-        give_back(request, self._blocks)
+        if not self._places and blocks.is_run(request.blocks, place.keys):  # it may keep them
+            lacking = max(place.total - len(request.blocks), 0)
+            if self._scheduler.has_room(request, lacking, total=place.total):
+                fresh = blocks.allocate(lacking)
+                assert fresh is not None, "room that was there is gone"
+                request.computed = len(request.blocks) * request.chain.block_tokens
+                place.granted(fresh)
+                return
+        give_back(request, blocks)
         insort(self._places, place, key=_order)
         self.retry()
 

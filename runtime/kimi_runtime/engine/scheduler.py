@@ -174,11 +174,9 @@ class Scheduler:
         before it. Between plans it takes blocks from those behind it as if it were queued; alone it
         needs no more than it reads.
         """
-        before = [one for one in self._waiting if order_of(one) < order_of(request)]
-        ahead = sum(self.lacks(one) for one in before)
-        beyond = max(self._blocks_for(len(request.tokens)) - total, 0)
+        before, beside = self._beside(request, total)
         draft = _Draft(0)
-        while self.blocks.available < needed() + beyond + ahead + self.running:
+        while self.blocks.available < needed() + beside + self.running:
             if self._in_flight or not (
                 self._strip_waiting(behind=request) or self._preempt_background(request, draft)
             ):
@@ -186,6 +184,11 @@ class Scheduler:
         else:
             return True
         return not self.running and not before and self.blocks.available >= needed()
+
+    def has_room(self, request: Request, needed: int, *, total: int) -> bool:
+        """Whether `make_room` would say yes and take nothing from anybody for it."""
+        _, beside = self._beside(request, total)
+        return self.blocks.available >= needed + beside + self.running
 
     def take_completed(self) -> list[Request]:
         """Requests that do not sample and whose prompt is computed; each is told once.
@@ -264,6 +267,12 @@ class Scheduler:
         """Everybody whose blocks are counted here, those on their way out included."""
         everybody = (*self._waiting, *self._running.values(), *self._completed, *self._leaving)
         return list(dict.fromkeys(everybody))
+
+    def _beside(self, request: Request, total: int) -> tuple[list[Request], int]:
+        """Who waits before a request that is to be read for, and what they and it lack besides."""
+        before = [one for one in self._waiting if order_of(one) < order_of(request)]
+        beyond = max(self._blocks_for(len(request.tokens)) - total, 0)
+        return before, beyond + sum(self.lacks(one) for one in before)
 
     def _plan_row(self, request: Request, draft: _Draft) -> None:
         """Add the request's row: as many tokens as budget and blocks allow, maybe none."""

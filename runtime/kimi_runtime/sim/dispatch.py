@@ -251,7 +251,7 @@ class Dispatch:
                 prefill_s=self._timeline.now_s - work.computing_s,
             )
         ids = (0,) if work.output_tokens else ()
-        return GenerateChunk.model_construct(ids=ids, finish=None, usage=usage, timing=timing)
+        return GenerateChunk(ids=ids, usage=usage, timing=timing)
 
     def _note_prefill(self, job: Job, work: Work) -> None:
         record, usage = job.record, work.request.usage
@@ -268,9 +268,7 @@ class Dispatch:
         if job.course is not None:
             told = 1 + self._router.answered(worker, job.wire_id)
             finish = None if record.aborted else FinishReason.STOP
-            rest = GenerateChunk.model_construct(
-                ids=(0,) * max(job.output_tokens - told, 0), finish=finish, usage=None, timing=None
-            )
+            rest = GenerateChunk(ids=(0,) * max(job.output_tokens - told, 0), finish=finish)
             job.course.came(rest, now_s=now_s)
         self._jobs.pop(work, None)
         job.closed = True

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kimi_connect.states import deepest, piece_count, piece_keys
-from kimi_connect.wire import Grant
 from kimi_runtime.sim.links import Links
 from kimi_runtime.sim.ssd import SimSsd
 from kimi_runtime.umbp.feed import FeedLog
@@ -12,7 +11,6 @@ from kimi_runtime.umbp.holdings import TierHoldings
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.retention import Hint, Retention
 
-WRITER = b"sim"
 LEASE_S = 600.0
 KEPT_EVENTS = 2048
 QUIET_SHARE = 0.5
@@ -86,13 +84,7 @@ class SimPool:
 
     def store(self, keys: Sequence[bytes], *, tenant: str, now_s: float) -> int:
         """Keep leading blocks, whose bytes have arrived; how many are held now."""
-        size = self.block_bytes
-        granted = self.pool.reserve(
-            [(key, size) for key in keys], writer=WRITER, now_s=now_s, tenant=tenant
-        )
-        fresh = [one.generation for one in granted if one.grant is Grant.RESERVED]
-        self.pool.commit([(generation, ()) for generation in fresh], writer=WRITER, now_s=now_s)
-        return next((n for n, one in enumerate(granted) if one.grant is Grant.FULL), len(keys))
+        return self.pool.put(keys, now_s=now_s, tenant=tenant)
 
     def pin(self, keys: Sequence[bytes], *, now_s: float) -> tuple[int, int]:
         """Keep what can be gone on from in place; the pin's number and how many blocks it is."""

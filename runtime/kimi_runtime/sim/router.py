@@ -66,6 +66,8 @@ class SimRouter:
         self._known: dict[str, Known] = {}
         self._sources: dict[str, KvSource] = {}
         """What was last found in each pool."""
+        self._held: dict[str, int] = {}
+        """Blocks that workers hold, where their feeds can be trusted: as of the newest round."""
         self._lost: set[str] = set()
         self._followed_s = float("-inf")
 
@@ -144,11 +146,13 @@ class SimRouter:
             known.timer.cancel()
         self.ledger.lost(worker)
         self.index.forget(worker)
+        self._held.pop(worker, None)
         self.insight.gone(worker)
 
     def find(self, worker: str) -> None:
         """A worker is there, new or again."""
         self._lost.discard(worker)
+        self._known.pop(worker, None)  # it is another process
 
     def kind(self, worker: SimWorker) -> str:
         """The kind of workers whose speeds it has."""
@@ -158,7 +162,7 @@ class SimRouter:
 
     def _of(self, worker: SimWorker) -> Known:
         known = self._known.get(worker.name)
-        if known is None or known.sight.info.epoch != worker.epoch:
+        if known is None:
             info, streams = _info(worker, self._cluster), self._cluster.spec.streams
             sight = Sight(worker.name, info, reads_pools=True, streams=streams)
             known = self._known[worker.name] = Known(sight)
@@ -228,6 +232,11 @@ class SimRouter:
             after += len(changes.events)
             if learns and (gone := changes.removed):
                 self.insight.evicted(owner, gone, now_s=now_s)
+        held = self.index.held(owner)
+        if held is None:
+            self._held.pop(owner, None)
+        else:
+            self._held[owner] = held
 
     # views
 
@@ -261,10 +270,11 @@ class SimRouter:
         now_s, size = self._timeline.now_s, self._cluster.spec.block_tokens
         workers = self._cluster.workers
         loads = self.ledger.loads(workers, now_s=now_s)
-        known = [self._of(worker) for worker in workers.values()]
+        all_known = self._known
+        known = [all_known.get(name) or self._of(worker) for name, worker in workers.items()]
         facts = self.insight.all_facts(
             [(one.sight.info, loads[one.sight.info.name]) for one in known],
-            held=self.index.held,
+            held=self._held.get,
             need_tokens=need_tokens,
             now_s=now_s,
         )

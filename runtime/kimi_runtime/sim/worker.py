@@ -191,13 +191,15 @@ class SimWorker:
         self.sync()
         self._reports += 1
         scheduler, unclaimed = self.scheduler, self.reader.unclaimed
+        decoding = self._window is not None and not scheduler.waiting  # nobody has more to compute
         reading = [work.request for work in self.work.values() if work.scheduled_s is None]
         return LoadReport(
             epoch=self.epoch,
             seq=self._reports,
             waiting=scheduler.waiting + len(reading),
             running=scheduler.running,
-            queued_tokens=scheduler.queued_tokens + sum(one.to_compute for one in reading),
+            queued_tokens=(0 if decoding else scheduler.queued_tokens)
+            + sum(one.to_compute for one in reading),
             free_blocks=max(unclaimed, 0),
             short_blocks=max(-unclaimed, 0),
             total_blocks=self.blocks.total,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from kimi_connect.keeping import Filled
 from kimi_connect.payloads import DEFAULT_TENANT
-from kimi_connect.wire import Commitment, Extent, Granted, GroupTag, Priority
+from kimi_connect.wire import Commitment, Extent, Grant, Granted, GroupTag, Priority
 from kimi_runtime.umbp import audit
 from kimi_runtime.umbp.funnel import Funnel, Where
 from kimi_runtime.umbp.ghosts import Ghosts
@@ -36,6 +36,9 @@ from kimi_runtime.umbp.tenants import Accounts
 from kimi_runtime.umbp.writers import Writers
 
 __all__ = ["DEFAULT_TENANT", "Pool"]
+
+PUT = b"put"
+"""The writer of what is put without bytes."""
 
 
 @dataclass(slots=True)
@@ -231,6 +234,21 @@ class Pool:
         The head of a batch becomes the warmest, so that a prefix is evicted from its end.
         """
         return self._writers.commit(blocks[::-1], writer, now_s)[::-1]
+
+    def put(self, keys: Sequence[bytes], *, now_s: float, tenant: str = DEFAULT_TENANT) -> int:
+        """Keep leading blocks of a page each, whose bytes nobody stores; how many are held now.
+
+        It is what `reserve` of all and `commit` of what was granted come to.
+        """
+        account = self.accounts.of(tenant)
+        if self._writers.put(keys, account, now_s):
+            return len(keys)
+        items = [(key, self.page_bytes) for key in keys]
+        expires_s, what = now_s + self.reservation_ttl_s, (account, Priority.NORMAL, math.inf)
+        granted = self._writers.reserve(items, PUT, expires_s, *what, now_s=now_s)
+        fresh = [(one.generation, ()) for one in granted if one.grant is Grant.RESERVED]
+        self.commit(fresh, writer=PUT, now_s=now_s)
+        return next((n for n, one in enumerate(granted) if one.grant is Grant.FULL), len(keys))
 
     def stock(
         self,

@@ -124,8 +124,9 @@ class Shelf:
         """
         self.blocks.update(blocks)
         self.idle.add(blocks.values())
-        for key in blocks:
-            self.ghosts.forget(key)
+        if len(self.ghosts):
+            for key in blocks:
+                self.ghosts.forget(key)
         self.feed.add(blocks)
         self.counters.put += len(blocks)
         self.counters.put_bytes += sum([block.size for block in blocks.values()])

@@ -61,6 +61,39 @@ class Writers:
             grants.append(granted)
         return grants
 
+    def put(self, keys: Sequence[bytes], account: Account, now_s: float) -> bool:
+        """Make blocks of a page each visible at once, those that are not yet; False, and nothing is
+        changed, if room has to be made for them or a key comes twice.
+        """
+        shelf = self.shelf
+        fresh = [key for key in keys if key not in shelf.blocks]
+        count = len(fresh)
+        if account.terms.quota_pages is not None or count > shelf.pages.free:
+            return False
+        if count != len(set(fresh)):
+            return False
+        if not count:
+            return True
+        account.heard(now_s)
+        pages = [
+            (Extent(extent.first + n, 1),)
+            for extent in shelf.pages.take(count) or ()
+            for n in range(extent.pages)
+        ]
+        shelf.accounts.use(account, count)
+        shown: dict[bytes, Block] = {}
+        used_s, last, size = used_at(now_s, 0.0), self.number + count, self.page_bytes
+        # the last first, as `commit` does: the head of a batch becomes the warmest
+        for n in range(count - 1, -1, -1):
+            key, generation = fresh[n], last - count + n + 1
+            block = Block(key, generation, size, 1, pages[n], (), account, Priority.NORMAL, used_s)
+            shelf.journal.published(block)
+            shown[key] = block
+        self.number = last
+        shelf.counters.reserved += count
+        shelf.add(shown)
+        return True
+
     def stock(
         self, count: int, size: int, writer: bytes, expires_s: float, account: Account
     ) -> list[Granted]:

@@ -56,6 +56,20 @@ def test_the_same_content_computed_twice_is_kept_once():
     blocks.check_integrity([[first], [second]])
 
 
+@given(
+    held=st.text("abcde", max_size=5),
+    asked=st.text("abcde", max_size=5),
+    taken=st.integers(0, 5),
+    forgotten=st.text("abcde", max_size=2),
+)
+def test_blocks_are_a_run_if_it_would_be_acquired_again(held, asked, taken, forgotten):
+    blocks = kv_blocks(8)
+    blocks.release(sealed(blocks, *dict.fromkeys(held)))
+    mine = blocks.acquire(keys(*asked[:taken]))
+    blocks.forget(keys(*forgotten))
+    assert blocks.is_run(mine, keys(*asked)) == (blocks.acquire(keys(*asked)) == mine)
+
+
 @given(names=st.lists(st.sampled_from("abcdef"), max_size=8), held=st.sets(st.sampled_from("abc")))
 def test_blocks_that_are_sealed_together_are_sealed_one_after_the_other(names, held):
     together, singly = kv_blocks(16), kv_blocks(16)

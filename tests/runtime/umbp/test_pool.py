@@ -63,6 +63,39 @@ def test_the_first_writer_wins_and_the_second_gives_its_pages_back():
     pool.check_integrity()
 
 
+@settings(deadline=None)
+@given(
+    batches=st.lists(
+        st.tuples(st.lists(st.integers(1, 12), max_size=6), st.sampled_from(["x", "y"])),
+        max_size=8,
+    ),
+    pages=st.integers(1, 14),
+    quota=st.none() | st.integers(1, 8),
+)
+def test_blocks_without_bytes_are_put_as_if_reserved_and_committed(batches, pages, quota):
+    terms = {"x": Terms(quota_pages=quota)}
+    ours, theirs = (new_pool(pages, accounts=Accounts(pages, terms)) for _ in range(2))
+    for now_s, (numbers, tenant) in enumerate(batches):
+        keys = [key(n) for n in numbers]
+        grants = theirs.reserve(
+            [(key, PAGE) for key in keys], writer=A, now_s=float(now_s), tenant=tenant
+        )
+        fresh = [(one.generation, ()) for one in grants if one.grant is Grant.RESERVED]
+        theirs.commit(fresh, writer=A, now_s=float(now_s))
+        full = [n for n, one in enumerate(grants) if one.grant is Grant.FULL]
+        held = ours.put(keys, now_s=float(now_s), tenant=tenant)
+        assert held == (full[0] if full else len(keys))
+        assert ours.counters == theirs.counters
+        assert (ours.number, ours.free_pages) == (theirs.number, theirs.free_pages)
+        assert [told(block) for block in ours.warmest()] == [told(b) for b in theirs.warmest()]
+        assert ours.feed.changes_after(0) == theirs.feed.changes_after(0)
+        ours.check_integrity()
+
+
+def told(block):
+    return block.key, block.generation, block.account.name, block.used_s, block.pages
+
+
 def test_nobody_commits_or_aborts_for_another_writer():
     pool = new_pool()
     granted = grant_of(pool, 1)
