@@ -29,7 +29,7 @@ from kimi_connect.forking import leave_to_parent
 from kimi_connect.wire import Extent
 
 MAGIC = b"KIMIUMBP"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 LIVE, RETIRED, LEFT = 1, 2, 3
 """LEFT: its daemon stopped in order and left it for the next."""
 

@@ -151,7 +151,7 @@ def fill(
         groups = tuple(group_bytes) or (source.nbytes,)
         copy = _between(source, place.parts, into_one=False)
         copies.append(_Copy(key, groups, copy, source))
-    digests = _digests(copies, leaves, stop, piece_bytes)
+    digests = _digests(copies, leaves, stop, piece_bytes, before=True)
     return [
         (place.generation, tuple(map(GroupTag, copying.groups, _tags(copying, found))))
         for place, copying, found in zip(places, copies, digests, strict=False)
@@ -228,13 +228,19 @@ def _tags_of(block: PinnedBlock) -> "tuple[bytes, ...]":
 
 
 def _digests(
-    copies: "Sequence[_Copy]", leaves: Leaves, stop: Stop, piece_bytes: int
+    copies: "Sequence[_Copy]",
+    leaves: Leaves,
+    stop: Stop,
+    piece_bytes: int,
+    *,
+    before: bool = False,
 ) -> "list[list[bytes]]":
     """Copy blocks; the leaves' digests of each one's groups, of those copied before the stop.
 
-    A piece is hashed right after it was copied, while it is in the processor's cache. All else is
-    done before the first copy of a batch or after the last: behind a copy, which fills the caches,
-    the same lines take several times as long.
+    A piece is hashed right after it was copied, while it is in the processor's cache, or right
+    `before`, where its source is what is tagged: to read it is then the hash's, not the copy's.
+    All else is done before the first copy of a batch or after the last: behind a copy, which fills
+    the caches, the same lines take several times as long.
     """
     copied: list[list[bytes]] = []
     for _, groups, copy, checked in copies:
@@ -249,8 +255,11 @@ def _digests(
                         return copied
                     look_at = at + STOP_BYTES
                 to = min(at + piece_bytes, end)
+                if before:
+                    hashed.append(leaves(checked[at:to]))
                 copy(at, to)
-                hashed.append(leaves(checked[at:to]))
+                if not before:
+                    hashed.append(leaves(checked[at:to]))
                 at = to
             digests.append(b"".join(hashed))
         copied.append(digests)

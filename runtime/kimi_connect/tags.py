@@ -1,6 +1,7 @@
-"""The integrity tag of a block's layer group: 16 bytes over 4 KiB leaves, bound to the block.
+"""The integrity tag of a block's layer group: 16 bytes over 128 KiB leaves, bound to the block.
 
-    leaf  = XXH3-64 (seed 0) of 4096 bytes, the last ones padded with zeros; 8 bytes, big-endian
+    leaf  = XXH3-64 (seed 0) of 128 KiB; of the last one what is left, padded with zeros to whole
+            KiB; 8 bytes, big-endian
     tag   = BLAKE2b-128(key = binding, person "kimi-tag"; group u32 ‖ size u64 ‖ leaves in order)
 
 `binding` is the block's key (or what else names it), so the bytes of another block never pass. Any
@@ -14,7 +15,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-LEAF_BYTES = 4096
+LEAF_BYTES = 128 << 10
+"""So large that calls cost little beside bytes, and that `xxhash` lets other threads run meanwhile
+(`docs/decisions/0020-large-leaves.md`).
+"""
+
+STEP_BYTES = 1024
+"""Leaves are padded to multiples of it: XXH3 mixes its state after so many bytes."""
+
 LEAF_DIGEST_BYTES = 8
 TAG_BYTES = 16
 
@@ -65,17 +73,18 @@ def numpy_leaves() -> Leaves:
         return np.frombuffer(secret[offset : offset + 8 * count].tobytes(), "<u8")
 
     stripe_keys = np.stack([words(8 * stripe, 8) for stripe in range(16)])  # [16, 8]
-    last_key = words(192 - 64 - 7, 8)
+    last_keys = np.stack([*stripe_keys[:15], words(192 - 64 - 7, 8)])
     scramble_key = words(192 - 64, 8)
     merge_key = words(11, 8)
     low32, prime32_1 = np.uint64(0xFFFFFFFF), np.uint64(_PRIME32_1)
+    shift47 = np.uint64(47)
     swapped = [1, 0, 3, 2, 5, 4, 7, 6]
     initial = np.array(_INITIAL, np.uint64)
 
-    def accumulate(stripes: Any, keys: Any) -> Any:  # [L, S, 8] -> [L, 8]
-        keyed = stripes ^ keys
+    def accumulated(steps: Any, keys: Any) -> Any:  # [N, 16, 8] -> [N, 8]
+        keyed = steps ^ keys
         products = (keyed & low32) * (keyed >> np.uint64(32))
-        return products.sum(axis=1) + stripes.sum(axis=1)[:, swapped]
+        return products.sum(axis=1) + steps.sum(axis=1)[:, swapped]
 
     def fold(left: Any, right: Any) -> Any:  # the two halves of the 128-bit product, xored
         shift = np.uint64(32)
@@ -86,35 +95,41 @@ def numpy_leaves() -> Leaves:
         high = (cross >> shift) + (middle >> shift) + left_high * right_high
         return high ^ (left * right)
 
-    def full_leaves(data: Any) -> Any:  # [L, 64, 8] -> [L]
-        state = np.broadcast_to(initial, (len(data), 8))
-        for block in range(4):
-            stripes = data[:, 16 * block : 16 * block + 16]
-            if block < 3:
-                state = state + accumulate(stripes, stripe_keys)
-                state = (state ^ (state >> np.uint64(47)) ^ scramble_key) * prime32_1
-            else:
-                state = state + accumulate(stripes[:, :15], stripe_keys[:15])
-                state = state + accumulate(stripes[:, 15:], last_key)
+    def equal_leaves(data: Any) -> Any:  # [L, S, 16, 8] -> [L]
+        count, steps = data.shape[:2]
+        flat = data.reshape(-1, 16, 8)
+        sums = np.empty((count * steps, 8), np.uint64)
+        for start in range(0, len(flat), 128):  # 128 KiB at a time stay in the cache
+            sums[start : start + 128] = accumulated(flat[start : start + 128], stripe_keys)
+        by_step = sums.reshape(count, steps, 8).swapaxes(0, 1)
+        state = np.tile(initial, (count, 1))
+        high = np.empty_like(state)
+        for added in by_step[:-1]:  # one after another: in place, since this is most of the time
+            state += added
+            np.right_shift(state, shift47, high)
+            state ^= high
+            state ^= scramble_key
+            state *= prime32_1
+        state += accumulated(data[:, -1], last_keys)
         keyed = state ^ merge_key
         folded = fold(keyed[:, 0::2], keyed[:, 1::2]).sum(axis=1)
-        digest = folded + np.uint64(LEAF_BYTES * _PRIME64_1 & (2**64 - 1))
+        digest = folded + np.uint64(steps * STEP_BYTES * _PRIME64_1 & (2**64 - 1))
         digest = (digest ^ (digest >> np.uint64(37))) * np.uint64(0x165667919E3779F9)
         return digest ^ (digest >> np.uint64(32))
 
+    def in_steps(flat: Any, count: int) -> Any:
+        return flat.view("<u8").reshape(count, -1, 16, 8)
+
     def leaves(view: memoryview) -> bytes:
-        count = leaf_count(view.nbytes)
         flat = np.frombuffer(view, np.uint8)
-        digests = np.empty(count, ">u8")
-        whole = view.nbytes // LEAF_BYTES
-        for start in range(0, whole, 32):  # 128 KiB at a time stay in the cache
-            stop = min(start + 32, whole)
-            piece = flat[start * LEAF_BYTES : stop * LEAF_BYTES].view("<u8")
-            digests[start:stop] = full_leaves(piece.reshape(-1, 64, 8))
-        if whole < count:
-            padded = np.zeros(LEAF_BYTES, np.uint8)
-            padded[: view.nbytes - whole * LEAF_BYTES] = flat[whole * LEAF_BYTES :]
-            digests[whole] = full_leaves(padded.view("<u8").reshape(1, 64, 8))[0]
+        digests = np.empty(leaf_count(view.nbytes), ">u8")
+        count, left = divmod(view.nbytes, LEAF_BYTES)
+        if count:
+            digests[:count] = equal_leaves(in_steps(flat[: count * LEAF_BYTES], count))
+        if left:
+            padded = np.zeros(-(-left // STEP_BYTES) * STEP_BYTES, np.uint8)
+            padded[:left] = flat[count * LEAF_BYTES :]
+            digests[count:] = equal_leaves(in_steps(padded, 1))
         return digests.tobytes()
 
     return leaves

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-VERSION = 6
+VERSION = 7
 KEY_BYTES = 16
 TAG_BYTES = 16
 SESSION_BYTES = 16

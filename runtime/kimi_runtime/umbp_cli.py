@@ -6,6 +6,8 @@ called, or with `--address` its port.
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -296,4 +298,13 @@ def _key(text: str) -> bytes:
 
 
 def _show(told: dict[str, Any], text: str, output: str) -> None:
-    typer.echo(json.dumps(told) if output == "json" else text)
+    try:
+        typer.echo(json.dumps(told) if output == "json" else text)
+    except BrokenPipeError:  # the reader has seen enough, which is no error
+        raise
+    except OSError as exc:
+        # what Python still has of it would fail again when the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise KimistackError(
+            f"the answer can't be written to standard output: {exc.strerror}"
+        ) from exc

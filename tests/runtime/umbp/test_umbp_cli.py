@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from kimi_runtime.cli import app
 from kimi_runtime.settings import pool_specs
 from kimi_runtime.umbp.client import open_pool
-from kimi_runtime.umbp.control.tables import table
+from kimi_runtime.umbp.control.tables import inspected, table
+from kimi_runtime.umbp.funnel import Lost, Where
+from kimi_runtime.umbp.proto import control_pb2 as wire
 from pool_daemon import CALL_KEY, DaemonProcess, blocks_of, keys_of, pool_spec, targets
 from pool_peers import SOON_S
 
@@ -52,6 +54,37 @@ def test_the_command_is_one_of_the_runtime_s_processes(home):
     command = [sys.executable, "-m", "kimi_runtime.cli", "umbp", "inspect", "-o", "json"]
     done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
     assert json.loads(done.stdout)["name"] == "pool"
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_an_answer_that_cannot_be_written_is_one_line_and_a_status(home, output):
+    folder, _ = home
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "KIMISTACK_HOME": str(folder),
+    }
+    command = [sys.executable, "-m", "kimi_runtime.cli", "umbp", "inspect", "-o", output]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "kimistack: the answer can't be written to standard output: No space left on device\n",
+    )
+
+
+def test_each_way_a_lookup_ends_is_said_in_words():
+    funnel = wire.Funnel(
+        looked_up=10,
+        hits=[wire.Count(name=str(where), value=1) for where in Where],
+        lost=[wire.Count(name=str(why), value=1) for why in Lost],
+    )
+    text = inspected(wire.InspectAnswer(name="pool", funnel=funnel))
+    assert "found      in memory" in text
+    assert "missed     nobody is known to have had them (not_computed)" in text
+    assert all(f"({why})" in text for why in Lost)
+    assert text.count("10.0%") == len(Where) + len(Lost)
 
 
 async def test_a_person_looks_at_the_pool_checks_it_and_makes_room(home):

@@ -94,11 +94,24 @@ def inspected(answer: wire.InspectAnswer) -> str:
     return "\n".join(lines)
 
 
+_ENDS = {
+    "memory": "in memory",
+    "ssd": "on SSD",
+    "peer": "at a peer",
+    "not_computed": "nobody is known to have had them (not_computed)",
+    "evicted": "they were here, and were evicted (evicted)",
+    "unavailable": "who is said to have them did not give them (unavailable)",
+    "late": "they did not come in the reader's time (late)",
+    "corrupt": "their bytes did not match their tags (corrupt)",
+}
+"""How a lookup ended, in words; of those missed also the metric's `reason`."""
+
+
 def _funnel(funnel: wire.Funnel) -> list[str]:
     total = funnel.looked_up or 1
-    groups = (("hit", funnel.hits), ("lost", funnel.lost))
+    groups = (("found", funnel.hits), ("missed", funnel.lost))
     rows = [
-        (how, count.name, count.value, f"{count.value / total:.1%}")
+        (how, _ENDS.get(count.name, count.name), count.value, f"{count.value / total:.1%}")
         for how, counts in groups
         for count in sorted(counts, key=lambda count: -int(count.value))
         if count.value

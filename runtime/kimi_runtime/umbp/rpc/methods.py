@@ -38,7 +38,7 @@ class Method(Generic[Asked, Answer]):
     streams: bool = False
 
 
-_PEERS, _CONTROL = "/kimistack.umbp.v1.Peers/", "/kimistack.umbp.v1.Control/"
+_PEERS, _CONTROL = "/kimistack.umbp.v2.Peers/", "/kimistack.umbp.v1.Control/"
 
 LEND = Method(_PEERS + "Lend", peers.LendRequest, peers.LendAnswer)
 GIVE_BACK = Method(_PEERS + "GiveBack", peers.GiveBackRequest, peers.GiveBackAnswer)

@@ -217,6 +217,11 @@ class Disk:
         path.replace(self.folder / LOG_FILE)
         self.sync()
 
+    def remove_log_file(self) -> None:
+        """Delete the file `LOG`, durably."""
+        (self.folder / LOG_FILE).unlink(missing_ok=True)
+        self.sync()
+
     def numbers(self) -> list[int]:
         """Numbers of the segments there are, ascending."""
         stems = (path.stem for path in self.folder.glob("*.seg"))

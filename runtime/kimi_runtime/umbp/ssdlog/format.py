@@ -10,7 +10,7 @@ Integers are little-endian. The head's checksum covers the head, the body's cove
 a damaged body costs no other record. A head names its log, segment and offset: bytes that look like
 a head but lie elsewhere (a copy of a log stored as a block, an older file's sectors) are none.
 
-The body's checksum is XXH3-64 over the XXH3-64 digests of each group's 4 KiB leaves, the same ones
+The body's checksum is XXH3-64 over the XXH3-64 digests of each group's leaves, the same ones
 the group's tag is made of (`kimi_connect.tags`): one pass over the bytes gives both.
 """
 
@@ -25,7 +25,8 @@ from kimi_connect.tags import tag_of_leaves
 from kimi_connect.wire import GroupTag
 from kimi_runtime.umbp.tags import leaves
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had leaves of 4 KiB."""
 LOG_ID_BYTES = 8
 
 _IDENTITY_MAGIC = b"KIMI-SSD"

@@ -1,5 +1,6 @@
 """Opening the log: which log it is, and what is in it. Nothing is deleted that may be needed."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from kimi_runtime.umbp.ssdlog.scan import Scan, scan_segment
 from kimi_runtime.umbp.ssdlog.segments import Entry, Segment
 from kimi_runtime.umbp.ssdlog.volume import Threads, Volume
 
+_logger = logging.getLogger(__name__)
+
 _LARGEST_IDENTITY = 65536
 
 
@@ -24,13 +27,17 @@ class Recovered:
     sealed: int = 0
     torn_records: int = 0
     damaged_bytes: int = 0
+    outdated: int = 0
+    """Segments of an older format, which were deleted."""
 
 
 def open_volume(spec: SsdSpec, disk: Disk, *, new_id: bytes) -> tuple[Volume, Recovered]:
     """Lock the folder, read what is there, and be ready to append to a new segment.
 
-    ConfigError, with every file left as it was: the folder is in use or can't be read, is of
-    another format, is no one log, or has less room than a log needs.
+    A log of an older format holds no block that could be checked: it is deleted, and begun anew.
+
+    ConfigError, with every file left as it was: the folder is in use or can't be read, is of a
+    newer format, is no one log, or has less room than a log needs.
     """
     try:
         disk.lock()
@@ -41,13 +48,14 @@ def open_volume(spec: SsdSpec, disk: Disk, *, new_id: bytes) -> tuple[Volume, Re
     try:
         for number in disk.numbers():
             files[number] = disk.open(number)
-        log = _identity(spec, disk, files, new_id)
+        outdated = _drop_outdated(disk, files)
+        identity = _identity(spec, disk, files, new_id)
         scans = threads.reads.each(
-            lambda n: scan_segment(files[n], log, n, verify_all=spec.verify_at_start == "all"),
+            lambda n: scan_segment(files[n], identity, n, verify_all=spec.verify_at_start == "all"),
             files,
         )
-        volume = _volume(spec, disk, log, files, threads)
-        _fill(volume.ledger, scans, log.align)
+        volume = _volume(spec, disk, identity, files, threads)
+        _fill(volume.ledger, scans, identity.align)
         _fit(volume)
     except BaseException as exc:
         threads.close()
@@ -60,7 +68,7 @@ def open_volume(spec: SsdSpec, disk: Disk, *, new_id: bytes) -> tuple[Volume, Re
     torn = sum(len(scan.torn) for scan in scans)
     damaged = sum(scan.damaged_bytes for scan in scans)
     sealed = sum(scan.sealed for scan in scans)
-    return volume, Recovered(len(scans), sealed, torn, damaged)
+    return volume, Recovered(len(scans), sealed, torn, damaged, outdated)
 
 
 def _unusable(disk: Disk, exc: OSError) -> ConfigError:
@@ -68,6 +76,30 @@ def _unusable(disk: Disk, exc: OSError) -> ConfigError:
         f"the SSD log in {disk.folder} can't be opened: {exc.strerror or exc}; nothing was "
         f"changed in it; check the folder's disk, its owner and the process's limits"
     )
+
+
+def _drop_outdated(disk: Disk, files: dict[int, SegmentFile]) -> int:
+    """Delete the segments of a log that is of an older format throughout; how many there were.
+
+    `LOG` goes last: a start that is cut short leaves what the next one knows for such a log.
+    """
+    named = on_disk.decode_identity(disk.read_log_file())
+    known = [one for one in (named, *map(_identity_of, files.values())) if one is not None]
+    if not known or max(identity.format for identity in known) >= FORMAT:
+        return 0
+    count = len(files)
+    while files:
+        number, file = files.popitem()
+        file.close()
+        disk.remove(number)
+    disk.sync()
+    disk.remove_log_file()
+    _logger.warning(
+        "ssd: %s was a log of format %s, this release writes %s: %s segments were deleted, and "
+        "the log is begun anew",
+        *(disk.folder, known[0].format, FORMAT, count),
+    )
+    return count
 
 
 def _identity(spec: SsdSpec, disk: Disk, files: dict[int, SegmentFile], new_id: bytes) -> Identity:

@@ -267,12 +267,42 @@ def test_segments_of_no_known_log_are_refused_and_left(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["LOG", "00000002.seg"])
-def test_another_format_is_refused_and_left(tmp_path, name):
+def test_a_newer_format_is_refused_and_left(tmp_path, name):
     files = written_log(tmp_path)
-    identity = on_disk.decode_identity(files[name])._replace(format=FORMAT + 1)
-    files[name] = on_disk.encode_identity(identity) + files[name][ALIGN:]
+    files[name] = of_format(files[name], FORMAT + 1)
     put_back(tmp_path, files)
     with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}, this release reads {FORMAT}"):
+        SsdLog.open(small_spec(tmp_path))
+    assert {each: (tmp_path / each).read_bytes() for each in files} == files
+
+
+def of_format(raw, number):
+    """The bytes of a file, as if it were of another format."""
+    identity = on_disk.decode_identity(raw)._replace(format=number)
+    return on_disk.encode_identity(identity) + raw[ALIGN:]
+
+
+@pytest.mark.parametrize("lost", [[], ["LOG"], ["00000001.seg"], ["00000001.seg", "00000002.seg"]])
+def test_a_log_of_an_older_format_is_begun_anew_also_after_a_start_that_was_cut(tmp_path, lost):
+    files = written_log(tmp_path)
+    old = {name: of_format(raw, FORMAT - 1) for name, raw in files.items()}
+    put_back(tmp_path, old)
+    for name in lost:
+        (tmp_path / name).unlink()
+    log = SsdLog.open(small_spec(tmp_path))
+    assert log.keys() == []
+    assert log.found.outdated == len([name for name in old if name[0] == "0" and name not in lost])
+    assert log.put([block(1)]).put == 1
+    log.close()
+    assert on_disk.decode_identity((tmp_path / "LOG").read_bytes()).format == FORMAT
+    assert keys_after_start(tmp_path) == [key(1)]
+
+
+def test_a_log_with_files_of_an_older_and_of_this_format_is_refused_and_left(tmp_path):
+    files = written_log(tmp_path)
+    files["00000002.seg"] = of_format(files["00000002.seg"], FORMAT - 1)
+    put_back(tmp_path, files)
+    with pytest.raises(ConfigError, match=f"has format {FORMAT - 1}, this release reads {FORMAT}"):
         SsdLog.open(small_spec(tmp_path))
     assert {each: (tmp_path / each).read_bytes() for each in files} == files
 
