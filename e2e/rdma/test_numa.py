@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kimi_runtime.spec.umbp import UmbpSpec
-from kimi_runtime.umbp.memory import open_arena, shape_of
+from kimi_runtime.umbp.memory import open_arena, segments_of, shape_of
 
 ARENA = "arena"
 
@@ -26,7 +26,8 @@ def pages_by_node(path: Path) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("nodes", [(0,), (1,), (0, 1), (1, 0)])
-def test_numa_nodes_of_the_file_hold_equal_parts_of_the_arena(nodes: tuple[int, ...]):
+@pytest.mark.parametrize("more", [0, 64 * 2**10])  # an odd number of pages for one of them
+def test_numa_nodes_of_the_file_hold_equal_parts_of_the_arena(nodes: tuple[int, ...], more: int):
     path = Path("/dev/shm") / ARENA
     spec = UmbpSpec(
         name="pool",
@@ -34,19 +35,20 @@ def test_numa_nodes_of_the_file_hold_equal_parts_of_the_arena(nodes: tuple[int, 
         socket=Path("/tmp/umbp.sock"),
         call_key=Path("/tmp/call-key"),
         arena=path,
-        dram_bytes=64 * 2**20,
+        dram_bytes=64 * 2**20 + more,
         page_bytes=64 * 2**10,
         numa_nodes=nodes,
     )
     arena, _, _ = open_arena(spec, own_writer=b"test")
     try:
         found = pages_by_node(path)
-        data = shape_of(spec).pages * spec.page_bytes // mmap.PAGESIZE
-        directory = sum(found.values()) - data  # on no node in particular
-        odd = spec.page_bytes // mmap.PAGESIZE
+        parts = dict(zip(nodes, segments_of(spec, shape_of(spec).pages), strict=True))
+        assert max(parts.values()) - min(parts.values()) <= 1
+        page = spec.page_bytes // mmap.PAGESIZE
+        directory = sum(found.values()) - page * sum(parts.values())  # on no node in particular
         for node in (0, 1):
-            part = data // len(nodes) if node in nodes else 0
-            assert part <= found.get(node, 0) <= part + directory + odd
+            part = page * parts.get(node, 0)
+            assert part <= found.get(node, 0) <= part + directory
     finally:
         arena.close()
         path.unlink()
