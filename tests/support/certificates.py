@@ -12,14 +12,15 @@ needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no opens
 
 
 class Authority:
-    """A CA in `folder`."""
+    """A CA in `folder`; not `strict`: one that lacks a usage, which Python refuses from 3.13 on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, strict: bool = True) -> None:
         self.folder, self.certificate = folder, folder / "ca.pem"
         folder.mkdir()
         self._key = folder / "ca-key.pem"
         _openssl(
             *("req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=the CA"),
+            *(("-addext", "keyUsage=critical,keyCertSign,cRLSign") if strict else ()),
             *_new_key(self._key, self.certificate),
         )
 
@@ -33,7 +34,8 @@ class Authority:
         folder.mkdir(exist_ok=True)
         key, request, names = folder / "key.pem", folder / "request.pem", folder / "names"
         uses = f"extendedKeyUsage={usage}\n" if usage else ""
-        names.write_text(f"subjectAltName={host}\n{uses}")
+        keys = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        names.write_text(f"subjectAltName={host}\n{keys}{uses}")
         _openssl("req", "-nodes", "-subj", "/CN=a daemon", *_new_key(key, request))
         certificate, ca = folder / "certificate.pem", folder / "ca.pem"
         _openssl(

@@ -167,6 +167,28 @@ def test_a_certificate_that_peers_of_that_name_would_refuse_is_refused_at_the_st
             Tls(files)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_certificate_is_proved_as_strictly_as_this_python_s_peers_look_at_it(
+    tmp_path, monkeypatch, strict
+):
+    as_it_is = ssl.create_default_context
+
+    def as_of_3_13(*args, **named):
+        context = as_it_is(*args, **named)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", as_of_3_13)
+    host = "pool.example"
+    ca = Authority(tmp_path / "authority", strict=strict)
+    files = ca.issue(tmp_path / "one", host=f"DNS:{host}", name=host)
+    if strict:
+        Tls(files)
+    else:
+        with pytest.raises(ConfigError, match=r"refuse .*: CA cert does not include key"):
+            Tls(files)
+
+
 def test_a_certificate_of_another_authority_than_the_one_beside_it_is_refused(tmp_path, authority):
     files = authority.issue(tmp_path / "one", host="DNS:pool", name="pool")
     files.ca.write_bytes(Authority(tmp_path / "stranger").certificate.read_bytes())
