@@ -5,10 +5,10 @@ not from a generator with a state, so batch mates, preemption and a move to anot
 nothing. numpy, not torch: one row of a vocabulary is too small to pay for a tensor library's
 dispatch, and whoever only needs the types stays free of torch.
 
-Order of the steps, as other engines have it: grammar and `min_tokens` exclude ids; `logit_bias`;
-repetition, frequency and presence penalties; temperature; `min_p`; `top_k`; `top_p` over what is
-left, renormalised. Reported log probabilities are of the model's own distribution, before all of
-these.
+Order of the steps, as other engines have it: grammar and `min_tokens` exclude ids, and so does a
+`logit_bias` of -100, which OpenAI calls a ban; other biases are added to the logits; repetition,
+frequency and presence penalties; temperature; `min_p`; `top_k`; `top_p` over what is left,
+renormalised. Reported log probabilities are of the model's own distribution, before all of these.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_runtime.errors import KimistackError
-from kimi_runtime.spec.request import Sampling, TokenLogprob
+from kimi_runtime.spec.request import BANS, Sampling, TokenLogprob
 
 Logits = NDArray[np.float32]
 
@@ -74,7 +74,12 @@ class RequestSampler:
         self._held_back = _ids_below(vocab_size, (*eos_ids, *sampling.stop_ids))
         self._bias_ids = _ids_below(vocab_size, tuple(sampling.logit_bias))
         self._bias = np.array(
-            [value for id_, value in sampling.logit_bias.items() if id_ < vocab_size], np.float32
+            [
+                -np.inf if value <= BANS else value
+                for id_, value in sampling.logit_bias.items()
+                if id_ < vocab_size
+            ],
+            np.float32,
         )
         self._penalises = (
             sampling.repetition_penalty != 1.0
@@ -156,8 +161,8 @@ class RequestSampler:
         top = float(logits[best])
         if top == -np.inf:
             raise NothingAllowed(
-                f"no id is allowed at position {self.position}: the grammar and min_tokens exclude "
-                "all of them; loosen one of them"
+                f"no id is allowed at position {self.position}: the grammar, min_tokens and "
+                "logit_bias exclude all of them; loosen one of them"
             )
         if self.sampling.temperature == 0.0:
             return best

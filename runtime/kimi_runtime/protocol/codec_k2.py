@@ -15,6 +15,13 @@ from kimi_runtime.protocol.vocabulary import Vocabulary
 PENDING_IDS = 3
 """Ids of the generation stub's end that usage figures leave out (facts: models.md, fact 6)."""
 
+_CALL_MARKERS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
 _ROLE_TOKENS = {"user": "<|im_user|>", "assistant": "<|im_assistant|>"}
 _MIDDLE = Segment("<|im_middle|>", control=True)
 _END = Segment("<|im_end|>", control=True)
@@ -39,6 +46,11 @@ class K2Codec:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an output: `<|im_end|>`, and `[EOS]`, which K2's configs name instead."""
         return (self._vocabulary.special("<|im_end|>"), self._vocabulary.special("[EOS]"))
+
+    @property
+    def call_ids(self) -> tuple[int, ...]:
+        """Ids that only calls have: without one of them an output is reasoning and content."""
+        return tuple(map(self._vocabulary.special, _CALL_MARKERS))
 
     def render(self, chat: Chat, record: SessionRecord | None = None) -> Rendered:
         """The prompt, the assistant's header included, so that the output continues it.

@@ -6,7 +6,6 @@ whole output is described, reasoning included: a model that must call a tool may
 it likes, but leaves its thinking only by `</think>`, and can end only behind a complete call.
 """
 
-import json
 import threading
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from kimi_runtime.errors import RequestError
 from kimi_runtime.protocol.chat import Chat, NamedChoice, Rendered, Tool
 from kimi_runtime.protocol.closing import Closer, JsonCursor
+from kimi_runtime.protocol.grammar_rules import JSON_STYLE, AnyOrder, json_expression
 from kimi_runtime.protocol.grammar_schema import Sizes, constrained
 from kimi_runtime.protocol.vocabulary import SPLIT_PATTERN, Vocabulary
 from kimi_runtime.spec.request import Grammar
@@ -24,13 +24,6 @@ from kimi_runtime.spec.request import Grammar
 MAX_PARALLEL_CALLS = 8
 MAX_GRAMMAR_CHARS = 2 * 2**20
 
-# One optional space after a separator, as models write it, and no other white space: a model
-# without skill would fill its budget with blanks.
-_JSON_STYLE: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-}
 _REASONING = "reasoning: /(.|\\n)*/\n"
 _FREE_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -73,9 +66,10 @@ def tool_grammar(
 
     Required and named choices constrain the output from its first id to one call or more. With
     `auto` the model is free until it begins a section of calls, from there the calls are well
-    formed. `finish_in_budget` steers a required call to its end before `max_tokens` cuts it off:
-    always a valid call, though its strings may be shorter than the model wanted. It needs about
-    the tokens of a minimal call plus the largest optional part. A free choice is never steered.
+    formed. Arguments come in any order; those of a demanded call the required ones first.
+    `finish_in_budget` steers a required call to its end before `max_tokens` cuts it off: always a
+    valid call, though its strings may be shorter than the model wanted. It needs about the tokens
+    of a minimal call plus the largest optional part. A free choice is never steered.
 
     Raises RequestError for a choice without its tool, or a schema that cannot be compiled; with
     `auto` such a tool's arguments are any JSON object.
@@ -117,7 +111,7 @@ def json_grammar(
     Raises RequestError for a schema that cannot be compiled.
     """
     shaped = constrained(dict(schema or _FREE_OBJECT), by_name=False)
-    text = f"{_start(vocabulary, rendered)} answer\n{_REASONING}answer: {_json(shaped)}\n"
+    text = f"{_start(vocabulary, rendered)} answer\n{_REASONING}answer: {json_expression(shaped)}\n"
     error = _compile_error(vocabulary, text)
     if error:
         param = "response_format.json_schema.schema"
@@ -173,20 +167,18 @@ def _calls_text(
         )
         more = f" call_{place + 1}?" if place + 1 < count else ""
         lines.append(f"call_{place}: {call_begin} ( {heads} ) {call_end}{more}")
-    lines += [f"arguments_{index}: {_json(schema)}" for index, schema in enumerate(schemas)]
-    return "\n".join(lines) + "\n"
+    rules = AnyOrder(required_first=forced)
+    for index, schema in enumerate(schemas):
+        rules.add(f"arguments_{index}", schema)
+    return "\n".join([*lines, *rules.lines]) + "\n"
 
 
 def _id(vocabulary: Vocabulary, name: str) -> str:
     return f"<[{vocabulary.special(name)}]>"
 
 
-def _json(schema: Any) -> str:
-    return f"%json {json.dumps({'x-guidance': _JSON_STYLE, **schema}, ensure_ascii=False)}"
-
-
 def _compiles(vocabulary: Vocabulary, schema: Any) -> bool:
-    return not _compile_error(vocabulary, f"start: {_json(schema)}\n")
+    return not _compile_error(vocabulary, f"start: {json_expression(schema)}\n")
 
 
 def _compile_error(vocabulary: Vocabulary, text: str) -> str:
@@ -219,7 +211,7 @@ class GrammarState:
         compiled = (
             LLMatcher.grammar_from_lark(grammar.text)
             if grammar.kind == "lark"
-            else LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON_STYLE)
+            else LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_STYLE)
         )
         self._matcher = LLMatcher(tables.tokenizer, compiled, log_level=0)
         self._raise_if_broken()

@@ -19,10 +19,11 @@ _ANY_TOKENS = 4
 def constrained(schema: Any, *, by_name: bool, closed: bool = True) -> Any:
     """The schema with only what constrains, objects closed and their keys in the prompt's order.
 
-    A tool declaration shows required parameters first and each group by name (`by_name`), and a
-    model writes them in that order. An object that lists properties and says nothing about others
-    gets no others: what a model invents beyond them is never wanted. `closed` is False in branches
-    of an `anyOf` beside properties, which must not exclude each other's.
+    A tool declaration shows required parameters first and each group by name (`by_name`); a model
+    is held to that order only where `grammar_rules` has no rules for any order. An object that
+    lists properties and says nothing about others gets no others: what a model invents beyond them
+    is never wanted. `closed` is False in branches of an `anyOf` beside properties, which must not
+    exclude each other's.
     """
     if not isinstance(schema, Mapping):
         return schema

@@ -80,14 +80,16 @@ class ChatCompletions:
             grammar, demanded = await asyncio.to_thread(grammar_of, *arguments)
         else:
             grammar, demanded = None, False
+        may_call = bool(chat.tools) and chat.choice != "none"
         ask = Ask(
             rendered=rendered,
             parser=self._codec.parser(rendered, chat),
             grammar=grammar,
             grammar_required=demanded,
+            banned_ids=() if may_call else self._codec.call_ids,
             temperature=THINKING_TEMPERATURE if chat.thinking else INSTANT_TEMPERATURE,
             one_call=not chat.parallel_calls,
-            phase=Phase.TOOL if chat.tools else Phase.FINAL,
+            phase=Phase.TOOL if may_call else Phase.FINAL,
         )
         async with self._generations.open(wanted, caller, ask) as answer:
             yield answer

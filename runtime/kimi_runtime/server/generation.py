@@ -41,6 +41,7 @@ class Ask:
     parser: OutputParser
     grammar: Grammar | None = None
     grammar_required: bool = False
+    banned_ids: tuple[int, ...] = ()
     temperature: float = THINKING_TEMPERATURE
     one_call: bool = False
     phase: Phase = Phase.FINAL
@@ -65,6 +66,7 @@ class Generations:
             wanted,
             default_temperature=ask.temperature,
             stop_ids=self._stop_ids,
+            banned_ids=ask.banned_ids,
             prompt_tokens=len(turn.ids),
             limits=Limits(router.fleet.max_context_tokens, router.spec.default_max_tokens),
             vocabulary_size=router.vocabulary.size,

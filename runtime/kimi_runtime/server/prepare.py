@@ -20,7 +20,7 @@ from kimi_runtime.server.openai_request import (
     SharedFields,
     TextFormat,
 )
-from kimi_runtime.spec.request import Grammar, Sampling
+from kimi_runtime.spec.request import BANS, Grammar, Sampling
 
 THINKING_TEMPERATURE = 1.0
 INSTANT_TEMPERATURE = 0.6
@@ -86,11 +86,15 @@ def sampling_of(
     *,
     default_temperature: float,
     stop_ids: tuple[int, ...],
+    banned_ids: tuple[int, ...] = (),
     prompt_tokens: int,
     limits: Limits,
     vocabulary_size: int,
 ) -> Sampling:
-    """How ids are drawn, with Kimi's defaults. RequestError if prompt and output can't fit."""
+    """How ids are drawn, with Kimi's defaults; `banned_ids` never are.
+
+    Raises RequestError if prompt and output can't fit.
+    """
     chat = request if isinstance(request, ChatRequest) else None
     if chat is not None:
         logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
@@ -106,7 +110,7 @@ def sampling_of(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_given(request.repetition_penalty, 1.0),
-        logit_bias=_bias(request.logit_bias, vocabulary_size),
+        logit_bias=_bias(request.logit_bias, vocabulary_size) | dict.fromkeys(banned_ids, BANS),
         seed=request.seed,
         max_tokens=_max_tokens(request, prompt_tokens, limits),
         stop_ids=stop_ids,

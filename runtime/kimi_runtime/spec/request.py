@@ -14,6 +14,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from kimi_runtime.spec.base import ReportModel, SpecModel
 
 TokenId = Annotated[int, Ge(0), Le(2**31 - 1)]
+BANS = -100.0
+"""The least bias: it excludes an id, whatever its logit."""
 BlockKeyHex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
@@ -43,7 +45,9 @@ class Sampling(SpecModel):
     presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
-    logit_bias: dict[TokenId, Annotated[float, Ge(-100), Le(100)]] = Field({})
+    logit_bias: dict[TokenId, Annotated[float, Ge(BANS), Le(100)]] = Field(
+        {}, description="Added to the ids' logits; an id with -100 is never drawn."
+    )
     seed: int | None = Field(None, description="Equal seeds give equal ids, whatever the batch.")
     max_tokens: NonNegativeInt = Field(
         description="0 computes the prompt's KV and samples nothing."

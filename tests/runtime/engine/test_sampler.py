@@ -182,6 +182,20 @@ def test_temperature_0_takes_the_lowest_of_the_greatest():
     assert subject.draw(logits)[0] == 1
 
 
+@given(st.sets(st.integers(0, 5)), st.floats(0.0, 2.0), st.integers(0, 2**32))
+def test_a_bias_of_minus_100_bans_an_id_however_likely_it_is(banned, temperature, seed):
+    logits = np.full(6, 0.0, np.float32)
+    logits[list(banned)] = 1e6
+    subject = sampler(
+        vocab=6, temperature=temperature, logit_bias=dict.fromkeys(banned, -100.0), seed=seed
+    )
+    if len(banned) == 6:
+        with pytest.raises(NothingAllowed, match="logit_bias exclude all"):
+            subject.draw(logits)
+    else:
+        assert subject.draw(logits)[0] not in banned
+
+
 @pytest.mark.parametrize(
     "fields",
     [

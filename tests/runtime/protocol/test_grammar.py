@@ -272,6 +272,120 @@ def test_a_free_choice_is_bound_only_inside_a_section():
     assert [VOCABULARY.name(i) for i in allowed_ids(state.allowed())] == ["<|tool_call_begin|>"]
 
 
+def takes(grammar, arguments, name="f"):
+    """Whether a call with exactly these arguments can be written."""
+    special = VOCABULARY.special
+    output = [
+        special("<|tool_calls_section_begin|>"),
+        special("<|tool_call_begin|>"),
+        *VOCABULARY.encode_text(f"functions.{name}:0"),
+        special("<|tool_call_argument_begin|>"),
+        *VOCABULARY.encode_text(arguments),
+        special("<|tool_call_end|>"),
+        special("<|tool_calls_section_end|>"),
+    ]
+    state = GrammarState(VOCABULARY, grammar)
+    for token in output:
+        if token not in allowed_ids(state.allowed()):
+            return False
+        state.accept(token)
+    return state.ended
+
+
+def arguments_grammar(schema, choice):
+    tools, _ = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    chat = dataclasses.replace(CHAT, tools=tools, choice=choice, thinking=False)
+    return tool_grammar(VOCABULARY, chat, CODEC.render(chat))
+
+
+EDITS = {
+    "type": "object",
+    "properties": {
+        "all": {"type": "boolean"},
+        "edits": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"new": {"type": "string"}, "old": {"type": "string"}},
+                "required": ["new", "old"],
+            },
+            "minItems": 1,
+            "maxItems": 2,
+        },
+        "where": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "line": {"$ref": "#/$defs/Line"}},
+            "required": ["path"],
+        },
+    },
+    "required": ["where", "edits"],
+    "$defs": {"Line": {"type": "integer"}},
+}
+EDIT = {"old": "a", "new": "b"}
+WHERE = {"path": "/p", "line": 3}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(["where", "edits", "all"]), st.booleans(), st.booleans(), st.booleans())
+def test_arguments_may_come_in_any_order(names, with_all, turned, dense):
+    values = {
+        "where": dict(reversed(WHERE.items())) if turned else WHERE,
+        "edits": [EDIT, dict(reversed(EDIT.items()))],
+        "all": True,
+    }
+    wanted = {name: values[name] for name in names if with_all or name != "all"}
+    text = json.dumps(wanted, separators=(",", ":") if dense else None)
+    assert takes(arguments_grammar(EDITS, "auto"), text)
+    required_first = (not with_all or names[-1] == "all") and not turned  # `line` is optional
+    assert takes(arguments_grammar(EDITS, "required"), text) == required_first
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"edits": [EDIT]},
+        {"where": WHERE},
+        {"where": WHERE, "edits": []},
+        {"where": WHERE, "edits": [EDIT, EDIT, EDIT]},
+        {"where": WHERE, "edits": [{"new": "b"}]},
+        {"where": WHERE, "edits": [EDIT], "every": True},
+        {"where": {"path": "/p", "line": "3"}, "edits": [EDIT]},
+    ],
+)
+def test_in_any_order_arguments_are_still_bound_to_their_schema(choice, arguments):
+    assert not takes(arguments_grammar(EDITS, choice), json.dumps(arguments))
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "fits"),
+    [
+        (0, None, {0, 1, 2, 3}),
+        (0, 0, {0}),
+        (0, 1, {0, 1}),
+        (1, 1, {1}),
+        (1, None, {1, 2, 3}),
+        (2, 2, {2}),
+        (2, 100_000, {2, 3}),
+    ],
+)
+def test_lists_of_objects_have_as_many_as_their_schema_says(least, most, fits):
+    items = {"type": "object", "properties": {"a": {"type": "null"}}}
+    many = {"type": "array", "items": items, "minItems": least}
+    many |= {} if most is None else {"maxItems": most}
+    grammar = arguments_grammar({"type": "object", "properties": {"many": many}}, "auto")
+    texts = {count: json.dumps({"many": [{"a": None}] * count}) for count in range(4)}
+    assert {count for count, text in texts.items() if takes(grammar, text)} == fits
+
+
+def test_no_argument_is_written_twice():
+    twice = (
+        '{"where": {"path": "/p"}, "edits": [{"old": "a", "new": "b"}], "where": {"path": "/q"}}'
+    )
+    assert not takes(arguments_grammar(EDITS, "auto"), twice)
+
+
 def test_a_mask_has_a_bit_for_every_id_of_the_vocabulary():
     state = GrammarState(VOCABULARY, tool_grammar(VOCABULARY, CHAT, CODEC.render(CHAT)))
     mask = state.allowed()

@@ -9,7 +9,7 @@ import pytest
 
 from kimi_runtime.engine.adapters.scripted import Pace
 from kimi_runtime.engine.adapters.scripts import Reply
-from kimi_runtime.spec.request import FinishReason
+from kimi_runtime.spec.request import BANS, FinishReason
 from kimi_runtime.spec.worker import Role
 from scripted_stack import MODEL, VOCABULARY, Part, ids_of, running_stack, until
 
@@ -213,6 +213,33 @@ async def test_tool_choice_decides_the_grammar(tmp_path, choice, kind):
         assert bool(grammar.starts_after) == (choice == "auto")
 
 
+@pytest.mark.parametrize(
+    ("asked", "may_call"),
+    [
+        ({}, False),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
+        ({"tools": TOOLS}, True),
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+    ],
+)
+async def test_what_nobody_may_call_is_banned_from_the_output(tmp_path, asked, may_call):
+    seen = []
+
+    def script(request):
+        seen.append(request.sampling.logit_bias)
+        return Reply(ids_of("ok<|im_end|>"))
+
+    markers = ids_of(
+        "<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    wished = {"5": 2.0, str(markers[0]): 50.0}
+    async with client_of(tmp_path, script) as (client, _):
+        await client.chat.completions.create(**ASK, **asked, logit_bias=wished)
+    banned = {} if may_call else dict.fromkeys(markers, BANS)
+    assert seen[-1] == {5: 2.0, markers[0]: 50.0} | banned
+
+
 async def test_a_json_schema_becomes_a_grammar(tmp_path):
     seen = []
 
@@ -255,7 +282,7 @@ async def test_sampling_reaches_the_worker_and_defaults_are_kimis(tmp_path):
         )
     sampling = seen[-1]
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.0, 0.5, 7)
-    assert (sampling.max_tokens, sampling.logit_bias) == (5, {5: -100.0})
+    assert (sampling.max_tokens, sampling.logit_bias[5]) == (5, BANS)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -1.0)
     assert VOCABULARY.special("<|im_end|>") in sampling.stop_ids
 
