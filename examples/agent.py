@@ -9,9 +9,10 @@ it cached.
 
 import argparse
 import json
+import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, APIStatusError, OpenAI
 
 WEATHER = {
     "type": "function",
@@ -31,14 +32,26 @@ WEATHER = {
 
 
 def main() -> None:
-    """Run the three turns and print what came back."""
+    """Run the three turns; a server that is not there or refuses is one line and exit code 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
     options = parser.parse_args()
     client = OpenAI(base_url=options.base_url, api_key=options.api_key)
-    model = client.models.list().data[0].id
+    try:
+        converse(client)
+    except APIConnectionError as exc:
+        sys.exit(
+            f"nothing answers at {options.base_url} ({exc.__cause__ or exc}): start a stack with "
+            "`make up`, look at it with `kimistack status`, or name another --base-url"
+        )
+    except APIStatusError as exc:
+        sys.exit(f"{options.base_url} answers {exc.status_code}: {exc.message}")
 
+
+def converse(client: OpenAI) -> None:
+    """Three turns, and what came back."""
+    model = client.models.list().data[0].id
     messages: list[Any] = [
         {"role": "user", "content": "What is the weather with city = Lisbon and unit = celsius?"},
     ]
