@@ -79,6 +79,7 @@ class Pauses:
             known = self._met(came, now_s)
         elif known.tool is not None and not known.turns:
             self._gaps.observe(came.tenant, known.tool, now_s - known.touched_s, ended=True)
+        self._call(came.session, known, came.client)
         known.turns += 1
         self._touch(came.session, known, now_s)
         for pool, keys in came.given_up.items():
@@ -133,11 +134,7 @@ class Pauses:
         known = self._sessions.pop(session, None)
         if known is None:
             return
-        if known.client is not None:
-            named = self._of_client[known.tenant, known.client]
-            del named[session]
-            if not named:
-                del self._of_client[known.tenant, known.client]
+        self._call(session, known, None)
         if known.tool is not None and not known.turns:
             self._gaps.observe(known.tenant, known.tool, now_s - known.touched_s, ended=False)
         for pool in known.pools:
@@ -160,12 +157,23 @@ class Pauses:
         return late
 
     def _met(self, came: Arrival, now_s: float) -> _Session:
-        known = self._sessions[came.session] = _Session(came.tenant, came.client, now_s)
-        if came.client is not None:
-            self._of_client.setdefault((came.tenant, came.client), {})[came.session] = None
+        known = self._sessions[came.session] = _Session(came.tenant, None, now_s)
         if len(self._sessions) > self._max_sessions:
             self.over(next(iter(self._sessions)), now_s=now_s)
         return known
+
+    def _call(self, session: bytes, known: _Session, client: str | None) -> None:
+        """From now on its client calls the session so; None: no longer by any name."""
+        if known.client == client:
+            return
+        if known.client is not None:
+            named = self._of_client[known.tenant, known.client]
+            del named[session]
+            if not named:
+                del self._of_client[known.tenant, known.client]
+        if client is not None:
+            self._of_client.setdefault((known.tenant, client), {})[session] = None
+        known.client = client
 
     def _touch(self, session: bytes, known: _Session, now_s: float) -> None:
         known.touched_s = now_s

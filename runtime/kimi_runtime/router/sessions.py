@@ -70,6 +70,8 @@ class Turn:
     """The session's newest output was resent with another text, so its ids were given up."""
     parent: Session | None = None
     """Of a new session: the one that `kept_tokens` are known from."""
+    hint: str | None = None
+    """The client's word for the conversation in this request."""
 
 
 class Sessions:
@@ -118,6 +120,7 @@ class Sessions:
             continues=continues,
             reencoded=continues and kept < max(session.ends.values(), default=0),
             parent=None if continues else origin,
+            hint=hint,
         )
 
     def keys(self, turn: Turn, geometry: Geometry) -> list[bytes]:
@@ -150,6 +153,7 @@ class Sessions:
         start = max(turn.ends.values(), default=0)
         digest = self._chain(turn.last_digest, session.ids[start:])
         session.ends = {**turn.ends, digest: len(session.ids)}
+        session.hint = turn.hint or session.hint  # clients begin to name it, or name it anew
         if session.owners and not {*owners} & {*session.owners}:
             session.moved_s = now_s
         session.owners, session.turns = tuple(owners), session.turns + 1

@@ -133,7 +133,7 @@ class Turns:
         return Arrival(
             session.id,
             session.tenant,
-            session.hint,
+            turn.hint or session.hint,
             given_up=self._by_pool(session.owners, given_up),
             parent=None if parent is None else parent.id,
             shared={} if parent is None else self._by_pool(parent.owners, shared),

@@ -159,6 +159,16 @@ def test_a_session_hint_breaks_ties_between_equal_histories():
     assert store.begin("t", None, again).session.owners == ("w3",)
 
 
+def test_a_session_is_called_what_its_newest_request_with_a_name_called_it():
+    store = sessions()
+    chat, names = FIRST, []
+    for hint in (None, "one", None, "two"):
+        names.append(serve(store, chat, [*spelled_badly("Noon."), END], hint=hint).session.hint)
+        chat = then(chat, "Noon.", "And now?")
+    assert names == [None, "one", "one", "two"]
+    assert len(store) == 1
+
+
 def test_keys_are_those_of_the_prompt_however_they_were_reached():
     store = sessions()
     output = [*spelled_badly("It is noon, and a fine day it is."), END]

@@ -44,9 +44,10 @@ async def stack_of(folder, **options):
             yield http, stack, daemon, pool
 
 
-async def ask(http, messages, *, session, tools=TOOLS):
+async def ask(http, messages, *, session=None, tools=TOOLS):
     body = {"model": MODEL, "messages": messages, "tools": tools}
-    async with http.post(CHAT, json=body, headers={"X-Session-ID": session}) as answer:
+    headers = {"X-Session-ID": session} if session else {}
+    async with http.post(CHAT, json=body, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
         return (await answer.json())["choices"][0]
 
@@ -114,6 +115,22 @@ async def test_a_turn_that_comes_back_is_told_and_its_pause_is_learned(tmp_path)
         learned = stack.router.insight.gaps
         assert ("default", "bash") in learned._tools
         assert stack.router.insight.gaps is stack.router.insight.planner.models.gaps
+
+
+@pytest.mark.parametrize("before", [None, "other"])
+async def test_a_session_that_is_named_later_is_ended_by_that_name(tmp_path, before):
+    async with stack_of(tmp_path) as (http, _, daemon, _):
+        first = await ask(http, words("a"), session=before)
+        await until(lambda: hinted(daemon, "PAUSED") == 1)
+        call = first["message"]["tool_calls"][0]["id"]
+        result = {"role": "tool", "tool_call_id": call, "content": "ok"}
+        await ask(http, [*words("a"), first["message"], result], session="named")
+        await until(lambda: hinted(daemon, "PAUSED") == 2)
+        async with http.delete("/v1/sessions/other") as answer:
+            assert answer.status == 404
+        async with http.delete("/v1/sessions/named") as answer:
+            assert answer.status == 204
+        await until(lambda: hinted(daemon, "ENDED") == 1)
 
 
 async def test_who_ends_a_session_that_is_not_there_is_told_so(tmp_path):
