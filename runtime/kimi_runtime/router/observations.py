@@ -13,6 +13,7 @@ from kimi_runtime.router.follow import Feeds
 from kimi_runtime.router.job import Journey
 from kimi_runtime.router.ledger import Ledger, Load
 from kimi_runtime.router.parking import Parking
+from kimi_runtime.router.session_gate import SessionGate
 from kimi_runtime.router.window import Sum, Window
 from kimi_runtime.spec.signals import (
     FORMER_S,
@@ -86,6 +87,7 @@ class Observations:
         feeds: Feeds,
         parking: Parking,
         admission: Admission,
+        gate: SessionGate,
         *,
         now_s: float,
     ) -> RouterSignals:
@@ -119,6 +121,10 @@ class Observations:
             parked_requests=parking.requests,
             parked_tokens=parking.tokens,
             oldest_parked_s=parking.oldest_s(now_s),
+            held_requests=gate.waiting,
+            held_tokens=gate.waiting_tokens,
+            session_tokens=gate.used_tokens,
+            session_capacity_tokens=gate.capacity_tokens,
             workers=workers,
             former={
                 name: now_s - at_s

@@ -223,6 +223,7 @@ class Router:
             self.feeds,
             self.parking,
             self.admission,
+            self.gate,
             now_s=clock.now_s(),
         )
 

@@ -69,6 +69,11 @@ class SessionGate:
         return self._queue.waiting
 
     @property
+    def waiting_tokens(self) -> int:
+        """KV that they need beyond what their sessions have."""
+        return self._queue.waiting_tokens
+
+    @property
     def used_tokens(self) -> int:
         """KV that admitted sessions are counted with."""
         return self._queue.used_tokens

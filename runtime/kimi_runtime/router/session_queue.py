@@ -88,6 +88,13 @@ class SessionQueue:
         return len(self._waiting)
 
     @property
+    def waiting_tokens(self) -> int:
+        """What they need beyond what their sessions hold."""
+        return sum(
+            max(one.turn.tokens - self.holds(one.turn.session), 0) for one in self._waiting.values()
+        )
+
+    @property
     def paused(self) -> int:
         """How many sessions hold space without a turn that runs."""
         return len(self._paused)
@@ -154,11 +161,8 @@ class SessionQueue:
 
     def retry_after_s(self, tokens: int, *, now_s: float = -math.inf) -> float:
         """When space for `tokens` should be free, behind all who wait; 1 to 60 s, whole seconds."""
-        ahead = sum(
-            max(one.turn.tokens - self.holds(one.turn.session), 0) for one in self._waiting.values()
-        )
         idle = sum(self._held[one] for one, until_s in self._paused.items() if until_s <= now_s)
-        short = self.used_tokens - idle + ahead + tokens - self.capacity_tokens
+        short = self.used_tokens - idle + self.waiting_tokens + tokens - self.capacity_tokens
         if short <= 0:
             return MIN_RETRY_AFTER_S
         if self._tokens_per_s <= 0:

@@ -240,11 +240,15 @@ def _fleet_metrics(signals: RouterSignals) -> Iterable[Metric]:
         "parked_requests": ("Requests held while no worker runs.", signals.parked_requests),
         "parked_tokens": ("Prompt tokens of requests held.", signals.parked_tokens),
         "waiting_requests": (
-            "Requests that no worker has begun, held ones included.",
+            "Requests that no worker has begun, also those that the routers hold.",
             fleet.waiting_requests,
         ),
         "queue_seconds": ("Seconds a request of now waits before its prefill.", fleet.queue_s),
-        "kv_use": ("Used share of the KV memory of workers that decode.", fleet.kv_use),
+        "kv_use": (
+            "Used share of the KV memory of workers that decode; while sessions are held for want "
+            "of it, what all need of what they may have.",
+            fleet.kv_use,
+        ),
         "transfer_backlog_seconds": (
             "Seconds a hand-off waits for its first output.",
             fleet.transfer_backlog_s,

@@ -94,6 +94,8 @@ class FleetSignals(_Told):
 
     `queue_s`: how long a request that comes now waits before its prefill, the queued tokens of all
     workers over the rate of all of them; while nothing runs, how long the oldest has waited.
+    `kv_use`: the used share of the memory of workers that decode, or where sessions are held for
+    want of it what all sessions need of what they may have, which is then about 1 or more.
     """
 
     queue_s: Amount | None = None
@@ -112,7 +114,9 @@ class RouterSignals(_Told):
 
     `known_for_s`: since when every answer of every worker is remembered, so that one which is
     named neither in `workers` nor in `former` (seconds since its last answer, up to FORMER_S) has
-    not answered for min(known_for_s, FORMER_S). `parked` requests wait for a worker to come.
+    not answered for min(known_for_s, FORMER_S). `parked` requests wait for a worker to come, `held`
+    ones for KV memory: `held_tokens` of it beyond the `session_tokens` that admitted sessions are
+    counted with, of `session_capacity_tokens` (None: not known).
     `prefill_tokens_per_s` is of one worker. `fleet` is what this router alone makes of it.
     """
 
@@ -129,6 +133,10 @@ class RouterSignals(_Told):
     parked_requests: NonNegativeInt = 0
     parked_tokens: NonNegativeInt = 0
     oldest_parked_s: Amount = 0.0
+    held_requests: NonNegativeInt = 0
+    held_tokens: NonNegativeInt = 0
+    session_tokens: NonNegativeInt = 0
+    session_capacity_tokens: NonNegativeInt | None = None
     workers: tuple[WorkerSignal, ...] = ()
     former: dict[str, Amount] = {}
     fleet: FleetSignals = FleetSignals()
@@ -184,11 +192,13 @@ def fleet_signals(routers: Sequence[RouterSignals]) -> FleetSignals:
     """What the routers of one deployment say together.
 
     Times are taken from all samples of all routers; workers report the requests of every router,
-    so their load is counted once; only what is parked belongs to a single router.
+    so their load is counted once; what is parked or held belongs to a single router.
     """
     workers = list(workers_of(routers).values())
     parked = sum(router.parked_requests for router in routers)
     parked_tokens = sum(router.parked_tokens for router in routers)
+    held = sum(router.held_requests for router in routers)
+    held_tokens = sum(router.held_tokens for router in routers)
     ttft = Spread.of(_summed(router.ttft for router in routers))
     itl = Spread.of(_summed(router.itl for router in routers))
     usable = [one for one in workers if one.ready and not one.left]
@@ -198,10 +208,10 @@ def fleet_signals(routers: Sequence[RouterSignals]) -> FleetSignals:
         ttft_p95_s=ttft.p95_s,
         itl_p90_s=itl.p90_s,
         itl_p95_s=itl.p95_s,
-        kv_use=_kv_use(usable),
+        kv_use=_kv_use(routers, usable),
         transfer_backlog_s=_backlog_s(routers, usable),
-        waiting_requests=parked + sum(one.waiting or 0 for one in workers),
-        waiting_tokens=parked_tokens + sum(one.queued_tokens or 0 for one in workers),
+        waiting_requests=parked + held + sum(one.waiting or 0 for one in workers),
+        waiting_tokens=parked_tokens + held_tokens + sum(one.queued_tokens or 0 for one in workers),
     )
 
 
@@ -236,13 +246,21 @@ def _prefill_work(usable: Sequence[WorkerSignal]) -> _Work | None:
     return _Work(len(prefill), sum(one.queued_tokens or 0 for one in prefill))
 
 
-def _kv_use(usable: Sequence[WorkerSignal]) -> float | None:
-    """The used share of the memory of those that decode; what is only cached counts as free."""
+def _kv_use(routers: Sequence[RouterSignals], usable: Sequence[WorkerSignal]) -> float | None:
+    """The used share of the memory of those that decode; what is only cached counts as free.
+
+    To whoever holds sessions back what is cached for others is not free: their demand counts.
+    """
     decode = [one for one in usable if one.role is not Role.PREFILL and one.total_blocks]
     total = sum(one.total_blocks or 0 for one in decode)
     if not total:
         return None
-    return 1.0 - sum(min(one.free_blocks or 0, one.total_blocks or 0) for one in decode) / total
+    used = 1.0 - sum(min(one.free_blocks or 0, one.total_blocks or 0) for one in decode) / total
+    known = [router for router in routers if router.session_capacity_tokens]
+    if not any(router.held_requests for router in known):
+        return used
+    wanted = sum(router.session_tokens + router.held_tokens for router in known)
+    return max(used, wanted / sum(router.session_capacity_tokens or 0 for router in known))
 
 
 def _backlog_s(routers: Sequence[RouterSignals], usable: Sequence[WorkerSignal]) -> float | None:

@@ -1,10 +1,13 @@
 """What bounds the sessions of a router: workers' memory, unless a pool keeps what they evict."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
 
+from kimi_runtime import clock
 from kimi_runtime.engine.adapters.scripts import Reply
+from kimi_runtime.router.session_gate import Entry
 from kimi_runtime.spec.router import Cost, PoolEndpoint, SessionAdmission
 from scripted_stack import Part, ids_of, running_stack, until
 
@@ -42,3 +45,23 @@ async def test_a_pool_that_keeps_what_workers_evict_leaves_sessions_unbounded_wh
         assert router.gate.capacity_tokens is None
         router.feeds.remove("pool")
         assert router.gate.capacity_tokens == memory_of(router)
+
+
+async def test_signals_tell_of_the_sessions_that_wait_for_memory(tmp_path):
+    async with router_of(tmp_path, pools=()) as router, asyncio.TaskGroup() as tasks:
+        tokens, end = memory_of(router), asyncio.Event()
+
+        async def turn(name):
+            entry = Entry(name, "t", tokens, continues=False, deadline_s=clock.now_s() + 60)
+            async with router.gate.turn(entry):
+                await end.wait()
+
+        for name in (b"a", b"b"):
+            tasks.create_task(turn(name))
+        await until(lambda: router.gate.waiting == 1)
+        told = router.signals()
+        assert (told.held_requests, told.held_tokens) == (1, tokens)
+        assert (told.session_tokens, told.session_capacity_tokens) == (tokens, tokens)
+        assert (told.fleet.waiting_requests, told.fleet.kv_use) == (1, 2.0)
+        end.set()
+    assert router.signals().held_requests == 0

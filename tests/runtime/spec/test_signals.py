@@ -120,6 +120,23 @@ def test_kv_use_is_of_those_that_decode_and_ready():
     assert fleet_signals([router(workers=workers)]).kv_use == pytest.approx(0.75)
 
 
+def test_sessions_held_for_want_of_memory_wait_and_need_more_than_there_is():
+    workers = (worker("d", Role.DECODE, free_blocks=90),)  # the rest is cached for paused sessions
+    held = router(
+        "a",
+        workers=workers,
+        held_requests=3,
+        held_tokens=700,
+        session_tokens=900,
+        session_capacity_tokens=1000,
+    )
+    other = router("b", workers=workers, session_tokens=400, session_capacity_tokens=1000)
+    found = fleet_signals([held, other, router("old", workers=workers)])
+    assert (found.waiting_requests, found.waiting_tokens) == (3, 700)
+    assert found.kv_use == pytest.approx((900 + 700 + 400) / 2000)
+    assert fleet_signals([other]).kv_use == pytest.approx(0.1)
+
+
 def test_the_hand_off_backlog_is_the_oldest_that_waits_or_what_nine_in_ten_waited():
     hand_off = Spread.of({bucket_of(0.2): 10})
     alone = router(workers=(worker(role=Role.BOTH),), hand_off=hand_off)
