@@ -6,14 +6,14 @@ Scores stay in fp32 from the product to the softmax, whose weights are rounded o
 with the rows. The library promises nothing about its rows' independence: `FusedSpans.of` looks.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kimi_runtime.models.rows import cancelling
-from kimi_runtime.models.spans import SpanGeometry
+from kimi_runtime.models.spans import GROUP_TOKENS, SpanGeometry
 
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 """One of those that the public function chooses from; other versions may lack it."""
@@ -23,8 +23,12 @@ _WIDTHS = tuple(range(32, 513, 32))
 
 _PROBE_QUERIES = 32
 """Different ones of a probe; more are these again."""
-_PROBED_QUERIES = (3, 16, 48, 127, 192, 256)
-_PROBED_BATCHES = (1, 2, 3, 8, 33)
+_PROBED_QUERIES = (3, 16, 48, GROUP_TOKENS - 1, GROUP_TOKENS)
+"""The library works on 32, 64 or 256 rows at once, by how many there are."""
+_PROBED_BATCHES = (1, 2, 3, 9)
+"""It computes one history after the other, shared out among the threads."""
+_SCORED = 16
+"""Elements of a row that decide its weight where the means are probed."""
 _LOUD = 2.0**16
 """A scale at which the rounding of sums that cancel decides the softmax."""
 
@@ -47,11 +51,13 @@ class FusedSpans:
             return None
         widths = _WIDTHS
         if promise:
-            probes = tuple(_probes(_PROBE_QUERIES * heads, row_dim, like))
+            queries = _PROBE_QUERIES * heads
+            loud = _loud_probe(queries, row_dim, like)
             widths = tuple(
                 width
                 for width in _WIDTHS
-                if all(_independent(probe, heads, width) for probe in probes)
+                if _independent(loud, heads, width)
+                and _independent(_mean_probe(queries, row_dim, width, like), heads, width)
             )
             if _WIDTHS[-1] not in widths:
                 return None
@@ -79,24 +85,33 @@ class _Probe(NamedTuple):
     scale: float
 
 
-def _probes(queries: int, row_dim: int, like: Tensor) -> Iterator[_Probe]:
-    """One in which the scores are nothing but rounding, one in which the means are."""
-    width = _WIDTHS[-1]
-    q, rows = (side.to(like) for side in cancelling(queries, row_dim, width))
-    yield _Probe(q, rows, _LOUD)
-    values = cancelling(1, width, row_dim)[1].T.contiguous().to(like)
-    yield _Probe(torch.zeros_like(q), values, 1.0)
+def _loud_probe(queries: int, row_dim: int, like: Tensor) -> _Probe:
+    """Scores are nothing but rounding."""
+    q, rows = cancelling(queries, row_dim, _WIDTHS[-1])
+    return _Probe(q.to(like), rows.to(like), _LOUD)
+
+
+def _mean_probe(queries: int, row_dim: int, width: int, like: Tensor) -> _Probe:
+    """Means over the first `width` rows are nothing but rounding.
+
+    Those lie in pairs: equal in the few elements that scores are of, so that they weigh alike, and
+    opposite in the others. Weights all of one value would add up without any rounding.
+    """
+    values, keys = cancelling(row_dim - _SCORED, width, _SCORED)
+    missing = _WIDTHS[-1] - width
+    rows = functional.pad(torch.cat((keys, values)).T, (0, 0, 0, missing), value=1.0)
+    q = functional.pad(cancelling(queries, 2 * _SCORED, 1)[0][:, :_SCORED], (0, row_dim - _SCORED))
+    return _Probe(q.to(like), rows.contiguous().to(like), _SCORED**-0.5)
 
 
 def _independent(probe: _Probe, heads: int, width: int) -> bool:
     """Whether one query's bits, in a full span, come again among many, in `width` rows."""
     hidden = torch.zeros(1, 1, len(probe.rows)).to(probe.q)
     hidden[..., width:] = -torch.inf
-    alone = [
-        _attend(q[None], probe.rows[None], hidden, probe.scale)
-        for q in probe.q.view(-1, heads, probe.q.shape[1])
-    ]
-    want = tuple(torch.cat(parts, dim=1) for parts in zip(*alone, strict=True))
+    q = probe.q.view(-1, heads, probe.q.shape[1])
+    # one call, not one for each: threads that wait for busy processors cost more than the work;
+    # that these are as alone is among the cases below
+    want = _attend(q, probe.rows.expand(len(q), -1, -1), hidden, probe.scale)
     rows = probe.rows[None, :width].contiguous()
 
     def as_alone(groups: int, queries: int, bias: Tensor | None) -> bool:
@@ -104,7 +119,7 @@ def _independent(probe: _Probe, heads: int, width: int) -> bool:
         q = probe.q[chosen].view(groups, -1, probe.q.shape[1])
         got = _attend(q, rows.expand(groups, -1, -1).contiguous(), bias, probe.scale)
         return all(
-            torch.equal(one.flatten(0, 1), other[0, chosen])
+            torch.equal(one.flatten(0, 1), other.flatten(0, 1)[chosen])
             for one, other in zip(got, want, strict=True)
         )
 

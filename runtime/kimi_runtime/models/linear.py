@@ -18,6 +18,18 @@ from kimi_runtime.models.rows import (
 )
 
 
+def _widens(weight: Tensor) -> bool:
+    """Whether products of bf16 are computed in fp32 and rounded once: on x86 without AMX.
+
+    There oneDNN's bf16 products take half again as long as fp32's, converting included. A rule and
+    no measurement: equal processors must compute equal bits.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return False
+    able = torch.cpu.get_capabilities()
+    return able["architecture"] == "x86_64" and not able.get("amx_bf16", False)
+
+
 def _packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN can keep a weight in its own layout: half the time for a few rows."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
@@ -27,6 +39,8 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _linear(weight: Tensor) -> Product:
     """x [M, K] -> x @ weight.T for weight [N, K], with the weight packed where that is possible."""
+    if _widens(weight):
+        return _widened(_linear(weight.float()))
     if not _packs(weight.device, weight.dtype):
         return lambda x: functional.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), LADDER[-1])
@@ -39,8 +53,15 @@ def _linear(weight: Tensor) -> Product:
     return product
 
 
+def _widened(product: Product) -> Product:
+    """The fp32 product of bf16 operands, rounded to bf16."""
+    return lambda x: product(x.float()).to(torch.bfloat16)
+
+
 def _per_head(weight: Tensor) -> Product:
     """x [H, M, K] -> x @ weight for weight [H, K, N]."""
+    if _widens(weight):
+        return _widened(_per_head(weight.float()))
     return lambda x: torch.bmm(x, weight)
 
 

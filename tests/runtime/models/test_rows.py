@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_runtime.models.linear import LinearFactory
 from kimi_runtime.models.norm import RmsNorm, folded_sum, row_sum, sigmoid, silu_mul
@@ -65,6 +66,14 @@ def test_a_product_whose_rows_feel_their_position_is_refused():
         measure_tiles(product, x, "a product")
 
 
+@pytest.fixture(params=[True, False], ids=["amx", "no amx"])
+def amx(request, monkeypatch):
+    """What the processor is taken for: bf16 products are computed otherwise on each."""
+    able = {**torch.cpu.get_capabilities(), "architecture": "x86_64", "amx_bf16": request.param}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    return request.param
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -77,7 +86,7 @@ def test_a_product_whose_rows_feel_their_position_is_refused():
     ],
     ids=str,
 )
-def test_a_linear_row_is_the_same_for_any_number_of_rows(shape, dtype, threads):
+def test_a_linear_row_is_the_same_for_any_number_of_rows(shape, dtype, threads, amx):
     torch.set_num_threads(threads)
     try:
         generator = torch.Generator().manual_seed(7)
@@ -91,6 +100,32 @@ def test_a_linear_row_is_the_same_for_any_number_of_rows(shape, dtype, threads):
         assert torch.allclose(full.double(), x.double() @ weight.double().T, atol=0.5, rtol=0.05)
     finally:
         torch.set_num_threads(1)
+
+
+class Multiplied(TorchDispatchMode):
+    """Dtypes in which matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.mkldnn._linear_pointwise):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_bf16_is_multiplied_in_fp32_on_a_processor_without_amx(amx):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(2, 96, 64, generator=generator).bfloat16()
+    x = torch.randn(2, 24, 64, generator=generator).bfloat16()
+    linears = LinearFactory(promise=False)
+    linear, per_head = linears.linear(weight[0]), linears.per_head(weight.mT)
+    with Multiplied() as multiplied:
+        results = torch.stack((linear(x[0]), per_head(x)[1]))
+    assert multiplied.dtypes == {torch.bfloat16 if amx else torch.float32}
+    want = x.double() @ weight.double().mT
+    torch.testing.assert_close(results.double(), want, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
