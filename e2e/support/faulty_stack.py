@@ -95,8 +95,8 @@ class FaultyStack:
         """What processes hold that is neither cache nor free; nothing once all requests are over.
 
         Blocks in use (`GET /load`), requests, tickets and blocks in quarantine of each worker;
-        pins, reservations, unanswered look-ups, loans and fetches of each pool; requests of the
-        router.
+        pins, reservations but stocks, unanswered look-ups, loans and fetches of each pool; requests
+        of the router.
         """
         found: dict[str, float] = {}
         for name in self.workers:
@@ -107,9 +107,11 @@ class FaultyStack:
                 found[f"{name}: {gauge}"] = samples.total(f"kimistack_worker_{gauge}")
         for name in self.pools:
             samples = self.metrics(name)
-            gauges = ("pins", "open_blocks", "reservations", "peer_loans", "peer_fetching_blocks")
-            for gauge in gauges:
+            for gauge in ("pins", "open_blocks", "peer_loans", "peer_fetching_blocks"):
                 found[f"{name}: {gauge}"] = samples.total(f"kimistack_umbp_{gauge}")
+            reserved = samples.by("kimistack_umbp_reservations", "state")
+            reserved.pop("stock", None)  # free pages that whoever needs them takes back
+            found[f"{name}: reservations"] = reserved.total()
         in_flight = self.metrics("router-0").total("kimistack_router_in_flight")
         found["router-0: requests"] = in_flight
         return {what: count for what, count in found.items() if count}
