@@ -9,11 +9,21 @@ import typer
 
 app = typer.Typer()
 EXTRA = ("kopf", "kubernetes")
+RUNTIME = (
+    *("fastapi", "google", "grpc", "jsonschema", "llguidance"),
+    *("msgspec", "numpy", "tiktoken", "uvicorn", "xxhash"),
+)
+"""What the operator's image leaves out."""
 
 
 def lacks_extra(exc: ModuleNotFoundError) -> str | None:
-    """What to say where the extra `operator` is not installed; None for another module."""
+    """What to say where a part of the project is not installed; None for another module."""
     package = (exc.name or "").partition(".")[0]
+    if package in RUNTIME:
+        return (
+            f"there is no {package} here, which the runtime's commands need and the operator's "
+            "image leaves out; use the runtime's image, or install it with: pip install kimistack"
+        )
     if package not in EXTRA:
         return None
     return (
