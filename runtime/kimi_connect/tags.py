@@ -26,10 +26,7 @@ STEP_BYTES = 1024
 LEAF_DIGEST_BYTES = 8
 TAG_BYTES = 16
 
-_AT_ONCE_BYTES = 2040
-"""`hashlib` lets other threads run while it hashes 2 KiB or more, which takes 2 µs; to get the
-interpreter back from whoever has it by then takes many times as long.
-"""
+_HEAD = struct.Struct("<IQ")
 
 Leaves = Callable[[memoryview], bytes]
 """Bytes of any length -> the digests of their leaves, one after another."""
@@ -42,10 +39,8 @@ def leaf_count(size: int) -> int:
 
 def tag_of_leaves(binding: bytes, group: int, size: int, leaves: bytes) -> bytes:
     """The tag of `size` bytes whose leaf digests are `leaves`. `binding` has at most 64 bytes."""
-    head = struct.pack("<IQ", group, size)
-    made = hashlib.blake2b(head, key=binding, digest_size=TAG_BYTES, person=b"kimi-tag")
-    for at in range(0, len(leaves), _AT_ONCE_BYTES):
-        made.update(leaves[at : at + _AT_ONCE_BYTES])
+    rooted = _HEAD.pack(group, size) + leaves
+    made = hashlib.blake2b(rooted, key=binding, digest_size=TAG_BYTES, person=b"kimi-tag")
     return made.digest()
 
 
