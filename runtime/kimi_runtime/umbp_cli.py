@@ -231,6 +231,8 @@ def _run(
 async def _connected(
     spec: Path | None, socket: Path | None, address: str | None, call_key: Path | None
 ) -> AsyncIterator["RpcClient"]:
+    # gRPC looks when it is loaded; what it would print is in the error that it raises, too
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from kimi_runtime.auth import read_call_keys
     from kimi_runtime.umbp.rpc.client import RpcClient
     from kimi_runtime.umbp.rpc.tls import Tls

@@ -1,8 +1,12 @@
 """Daemons that encrypt: who gets in, who does not, and what a renewal of certificates does."""
 
+import asyncio
+import os
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
 from contextlib import aclosing
 
 import aiohttp
@@ -88,6 +92,26 @@ async def test_who_shows_no_certificate_or_one_of_another_authority_gets_no_call
                 await inspected(daemon, wrong)
         async with control_of(daemon.spec) as control:  # its own socket is not encrypted
             assert (await control(INSPECT)).name == "pool"
+
+
+async def test_the_command_says_in_one_line_that_a_daemon_is_not_trusted(tmp_path, authority):
+    stranger = Authority(tmp_path / "stranger").issue(tmp_path / "other")
+    ours = pool_spec(tmp_path, tls=authority.issue(tmp_path / "one"))
+    file = tmp_path / "spec.json"
+    file.write_text(ours.model_copy(update={"tls": stranger}).model_dump_json(exclude_none=True))
+    async with running(ours) as daemon:
+        command = [sys.executable, "-m", "kimi_runtime.cli", "umbp", "inspect", "--spec", str(file)]
+        command += ["--address", f"127.0.0.1:{daemon.grpc_port}"]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            command,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=120,
+        )
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, "CERTIFICATE_VERIFY_FAILED" in line) == (1, True)
 
 
 async def test_probes_reach_an_encrypted_http_face_without_a_certificate(tmp_path, authority):
