@@ -95,6 +95,14 @@ def pool_specs(environment: Mapping[str, str] | None = None) -> list[Path]:
     return _newest(environment, "specs/umbp-*.json")
 
 
+def quiet_grpc() -> None:
+    """Have gRPC print nothing, unless the environment says what: its errors say it, too.
+
+    It looks when it is loaded.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def _newest(environment: Mapping[str, str] | None, pattern: str) -> list[Path]:
     """Files of deployments' state folders, newest first.
 

@@ -17,7 +17,7 @@ import typer
 
 from kimi_connect.wire import KEY_BYTES
 from kimi_runtime.errors import KimistackError, NotFound
-from kimi_runtime.settings import pool_specs
+from kimi_runtime.settings import pool_specs, quiet_grpc
 from kimi_runtime.spec.file import read_spec
 from kimi_runtime.spec.umbp import UmbpSpec
 from kimi_runtime.units import parse_bytes, parse_rate, parse_seconds
@@ -231,8 +231,7 @@ def _run(
 async def _connected(
     spec: Path | None, socket: Path | None, address: str | None, call_key: Path | None
 ) -> AsyncIterator["RpcClient"]:
-    # gRPC looks when it is loaded; what it would print is in the error that it raises, too
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    quiet_grpc()
     from kimi_runtime.auth import read_call_keys
     from kimi_runtime.umbp.rpc.client import RpcClient
     from kimi_runtime.umbp.rpc.tls import Tls
