@@ -9,6 +9,7 @@ time goes and how fast its products are, beside what one large product reaches.
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -112,15 +113,17 @@ def floating_operations(event: Any) -> int:
 
 def print_peaks() -> None:
     """What the machine gives one large product and one large copy."""
-    square = torch.randn(PEAK_SIDE, PEAK_SIDE).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        square = torch.randn(PEAK_SIDE, PEAK_SIDE).to(dtype)
+        _, product_s, _ = measure(functools.partial(torch.mm, square, square), 1.0)
+        rate = 2 * PEAK_SIDE**3 / product_s / 1e9
+        print(
+            f"a {str(dtype).removeprefix('torch.')} product of side {PEAK_SIDE}: {rate:.0f} GFLOP/s"
+        )
     source = torch.zeros(2**24)
     target = torch.empty_like(source)
-    _, product_s, _ = measure(lambda: torch.mm(square, square), 1.0)
     _, copy_s, _ = measure(lambda: target.copy_(source), 1.0)
-    print(
-        f"a bf16 product of side {PEAK_SIDE}: {2 * PEAK_SIDE**3 / product_s / 1e9:.0f} GFLOP/s; "
-        f"a copy of 64 MiB: {2 * source.nbytes / copy_s / 1e9:.0f} GB/s read and written\n"
-    )
+    print(f"a copy of 64 MiB: {2 * source.nbytes / copy_s / 1e9:.0f} GB/s read and written\n")
 
 
 def print_operators(case: Case, step: Callable[[], object]) -> None:

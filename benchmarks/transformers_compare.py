@@ -8,7 +8,8 @@ Both sides are processes that read the same bf16 safetensors and answer one at a
 each for the same case, so that other load meets both; ratios are medians over the rounds' ratios.
 Prefill is a whole prompt up to its first id; decode is greedy ids one by one for the whole batch,
 through each side's own cache. transformers takes its own defaults (DynamicCache, `sdpa`, its choice
-of experts' implementation) or what `--experts` says. Tokens/s are of wall time, cpu columns of
+of experts' implementation) or what `--experts` says; `--their-dtype float32` widens its weights and
+its cache, which is quicker on a processor without AMX. Tokens/s are of wall time, cpu columns of
 processor time over all threads, which is steadier on a machine that others use too.
 """
 
@@ -131,7 +132,7 @@ class Ours:
 class Theirs:
     """transformers' DeepseekV3 with its cache."""
 
-    def __init__(self, folder: Path, threads: int, experts: str | None) -> None:
+    def __init__(self, folder: Path, threads: int, experts: str | None, dtype: str) -> None:
         import torch
         from transformers import DeepseekV3ForCausalLM
 
@@ -139,7 +140,7 @@ class Theirs:
         torch.set_num_threads(threads)
         options = {} if experts is None else {"experts_implementation": experts}
         self._model = DeepseekV3ForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, **options
+            folder, dtype=getattr(torch, dtype), **options
         ).eval()
         self._cache: Any = None
 
@@ -195,7 +196,7 @@ class Process:
 
     def __init__(self, python: str, side: str, options: argparse.Namespace, folder: Path) -> None:
         command = [python, __file__, "--side", side, "--folder", str(folder)]
-        command += ["--threads", str(options.threads)]
+        command += ["--threads", str(options.threads), "--their-dtype", options.their_dtype]
         if options.experts is not None:
             command += ["--experts", options.experts]
         self._process = subprocess.Popen(
@@ -249,7 +250,10 @@ def compare(options: argparse.Namespace) -> None:
         (folder / "spec.json").write_text(spec.model_dump_json())
         ours = stack.enter_context(Process(sys.executable, "ours", options, folder))
         theirs = stack.enter_context(Process(options.python, "theirs", options, folder))
-        print(f"{spec.name}, bf16, {options.threads} thread(s), {options.rounds} rounds\n")
+        print(
+            f"{spec.name}, bf16, theirs in {options.their_dtype}, {options.threads} thread(s), "
+            f"{options.rounds} rounds\n"
+        )
         print("| case | ours tok/s | transformers tok/s | ratio | cpu ratio |")
         print("| --- | --- | --- | --- | --- |")
         for case in (one for one in cases() if options.only in one.name):
@@ -283,6 +287,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     parser.add_argument("--experts", help="transformers' experts_implementation")
+    parser.add_argument("--their-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -291,7 +296,7 @@ def main() -> None:
     if options.side == "ours":
         serve(Ours(options.folder, options.threads))
     elif options.side == "theirs":
-        serve(Theirs(options.folder, options.threads, options.experts))
+        serve(Theirs(options.folder, options.threads, options.experts, options.their_dtype))
     elif options.python is None:
         print("transformers is not compared with: name its environment's interpreter (--python)")
     else:
