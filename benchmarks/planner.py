@@ -113,7 +113,9 @@ class State:
             assert member.info is not None
             self.ledger.report(member.name, report, now_s=now_s)
             self.insight.reported(member.info, report, now_s=now_s)
-            self.fleet.prepare(member.name, self._seer(0, now_s), now_s=now_s)
+            view = self.fleet.prepare(member.name, self._seer(0, now_s), now_s=now_s)
+            if view is not None:
+                self.planner.columns.see(view)
 
     def _seer(self, need_tokens: int, now_s: float) -> Seer:
         """Like the router's."""
@@ -125,9 +127,8 @@ class State:
     ) -> tuple[RequestView, list[WorkerView]]:
         """What `Router` does before each decision."""
         fleet, insight = self.fleet, self.insight
-        found = self.feeds.cached_tokens(
-            fleet.geometries, {GEOMETRY: keys}, fleet.nodes, fleet.state_pieces
-        )
+        geometries, nodes, pieces, _ = fleet.roster
+        found = self.feeds.cached_tokens(geometries, {GEOMETRY: keys}, nodes, pieces)
         insight.promised((), found.own, now_s=now_s)
         seer = self._seer(PROMPT, now_s)
         views = fleet.views(

@@ -143,8 +143,8 @@ class Core:
         """The request and the workers as a decision sees them."""
         fleet = self.fleet
         tokens = max(len(keys) * BLOCK + 100, 200)
-        run = dict.fromkeys(fleet.geometries.values(), keys)
-        found = self.feeds.cached_tokens(fleet.geometries, run, fleet.nodes)
+        geometries, nodes, _, distinct = fleet.roster
+        found = self.feeds.cached_tokens(geometries, dict.fromkeys(distinct, keys), nodes)
         seer = partial(
             self.insight.all_facts, held=self.feeds.held, need_tokens=tokens, now_s=now_s
         )

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import aiohttp
 
@@ -76,23 +77,27 @@ class Member:
             self._sight = sight
         return sight
 
-    def seen(
-        self,
-        load: Load,
-        facts: Facts,
-        cached: int,
-        pooled: int,
-        checkpoints: tuple[int, ...] | None,
-    ) -> WorkerView:
-        """The worker as a decision sees it."""
-        leaves = load.draining or self.left_s is not None
-        return self.sight.of(load, facts, cached, pooled, checkpoints, self.ready, leaves)
-
-    def renew(self, load: Load, facts: Facts) -> None:
-        """Make a view like the last one, of which load and facts are these now."""
+    def renew(self, load: Load, facts: Facts) -> WorkerView | None:
+        """A view like the last one, of which load and facts are these now; None before any."""
         last = self._sight.view if self._sight is not None else None
-        if last is not None:
-            self.seen(load, facts, last.cached_tokens, last.pool_tokens, last.checkpoints)
+        if last is None:
+            return None
+        leaves = load.draining or self.left_s is not None
+        same = last.cached_tokens, last.pool_tokens, last.checkpoints
+        return self.sight.of(load, facts, *same, self.ready, leaves)
+
+
+class Roster(NamedTuple):
+    """What of the workers does not change from decision to decision, by name."""
+
+    geometries: dict[str, Geometry]
+    """Of those that are ready."""
+    nodes: dict[str, str]
+    """Machines of those that were met; "" where they do not say."""
+    state_pieces: dict[str, int]
+    """Pieces of a state (`kimi_connect.states`), of those whose model has one."""
+    distinct: tuple[Geometry, ...]
+    """Those of `geometries`, once each."""
 
 
 class Fleet:
@@ -115,6 +120,8 @@ class Fleet:
         self._load_interval_s, self._changed = load_interval_s, changed
         self._call_s = max(MIN_CALL_S, 5 * load_interval_s)
         self._next = asyncio.Event()
+        self._roster: tuple[list[Member], list[WorkerInfo | None], list[bool], Roster] | None = None
+        """The last one, and what it was made from."""
         self.answered: OrderedDict[str, float] = OrderedDict()
         """When each worker, dropped ones included, gave its last answer; the oldest first."""
         self.forgotten_s = float("-inf")
@@ -144,27 +151,15 @@ class Fleet:
         return self._next
 
     @property
-    def nodes(self) -> dict[str, str]:
-        """The machines of the workers that were met, by name; "" where they do not say."""
-        return {m.name: m.info.node for m in self._members.values() if m.info is not None}
-
-    @property
-    def geometries(self) -> dict[str, Geometry]:
-        """Block geometry by worker, for workers that are ready."""
-        return {
-            name: member.sight.geometry
-            for name, member in self._members.items()
-            if member.ready and member.info is not None
-        }
-
-    @property
-    def state_pieces(self) -> Mapping[str, int]:
-        """Pieces of a state (`kimi_connect.states`), of workers whose model has one."""
-        return {
-            name: piece_count(member.info.state_bytes)
-            for name, member in self._members.items()
-            if member.info is not None and member.info.state_bytes
-        }
+    def roster(self) -> Roster:
+        """What the workers are; the last one where nobody came, went, or became another."""
+        members = list(self._members.values())
+        infos, ready = [one.info for one in members], [one.ready for one in members]
+        last = self._roster
+        # an info that is equal and another object would only be made into the same again
+        if last is None or (members, infos, ready) != last[:3]:
+            self._roster = last = members, infos, ready, _roster(members)
+        return last[3]
 
     @property
     def max_context_tokens(self) -> int | None:
@@ -184,21 +179,26 @@ class Fleet:
         """Every known worker as a decision sees it."""
         loads = self._ledger.loads(self._members, now_s=now_s)
         states = checkpoints or {}
-        met = [(m, m.info, loads[name]) for name, m in self._members.items() if m.info is not None]
-        known = facts([(info, load) for _, info, load in met])
+        met = [(m, m.info) for m in self._members.values() if m.info is not None]
+        asked = [(info, loads[member.endpoint.name]) for member, info in met]
         views: list[WorkerView] = []
-        for (member, info, load), told in zip(met, known, strict=True):
+        for (member, info), (_, load), told in zip(met, asked, facts(asked), strict=True):
             name = info.name
             at = states.get(name, ()) if info.state_bytes else None
-            views.append(member.seen(load, told, cached.get(name, 0), pooled.get(name, 0), at))
+            leaves = load.draining or member.left_s is not None
+            own, pool = cached.get(name, 0), pooled.get(name, 0)
+            views.append(member.sight.of(load, told, own, pool, at, member.ready, leaves))
         return views
 
-    def prepare(self, name: str, facts: Seer, *, now_s: float) -> None:
-        """A worker has reported: make its view now, and not when somebody decides."""
+    def prepare(self, name: str, facts: Seer, *, now_s: float) -> WorkerView | None:
+        """A worker has reported: its view, made now and not when somebody decides, if there was
+        one before.
+        """
         member = self._members.get(name)
-        if member is not None and member.info is not None:
-            load = self._ledger.loads((name,), now_s=now_s)[name]
-            member.renew(load, facts([(member.info, load)])[0])
+        if member is None or member.info is None:
+            return None
+        load = self._ledger.loads((name,), now_s=now_s)[name]
+        return member.renew(load, facts([(member.info, load)])[0])
 
     def join(self, member: Member) -> None:
         """A new worker, or one that is back: `watch` it."""
@@ -334,3 +334,14 @@ class Fleet:
     def _wake(self) -> None:
         self._next.set()
         self._next = asyncio.Event()
+
+
+def _roster(members: Sequence[Member]) -> Roster:
+    met = [(member, member.info) for member in members if member.info is not None]
+    geometries = {one.name: one.sight.geometry for one, _ in met if one.ready}
+    return Roster(
+        geometries,
+        {member.name: info.node for member, info in met},
+        {one.name: piece_count(info.state_bytes) for one, info in met if info.state_bytes},
+        tuple(dict.fromkeys(geometries.values())),
+    )

@@ -282,7 +282,7 @@ class Dispatcher:
 
     def _sources(self, plan: Plan) -> tuple[str, ...]:
         """Whose memory is read: workers' and other nodes' pools'; its own pool is read unasked."""
-        nodes = self._fleet.nodes
+        nodes = self._fleet.roster.nodes
         own = nodes.get(plan.prefill or plan.decode)
         named = [fetch.source for fetch in plan.fetches if fetch.source != own]
         return tuple(name for name in named if name in nodes or name in nodes.values())

@@ -49,6 +49,8 @@ class Feeds:
         self._clients = {client.name: client for client in (*workers, *pools)}
         self._pools = {client.name for client in pools}
         self._index = Index()
+        self.held = self._index.held
+        """How many blocks an owner holds; None unless its copy here is exact."""
 
     def add(self, client: PeerClient, *, pool: bool) -> None:
         """A new owner: `follow` it."""
@@ -88,10 +90,6 @@ class Feeds:
         """How many blocks each owner is thought to hold."""
         return {name: self._index.keys(name) for name in self._clients}
 
-    def held(self, owner: str) -> int | None:
-        """How many blocks the owner holds; None unless its copy here is exact."""
-        return self._index.held(owner)
-
     def cached_tokens(
         self,
         geometries: Mapping[str, Geometry],
@@ -118,9 +116,9 @@ class Feeds:
             if most:
                 node = nodes.get(worker, "")
                 pooled[worker] = (in_pools.get(node, 0) if node else most) * size
-        states = self._checkpoints(geometries, keys, pieces or {})
+        states = self._checkpoints(geometries, keys, pieces) if pieces else {}
         sources: tuple[KvSource, ...] = ()
-        if len(runs) == 1:
+        if self._pools and len(runs) == 1:
             (geometry,), (held,) = runs, runs.values()
             sources = tuple(
                 KvSource(

@@ -59,6 +59,8 @@ class _Resting(NamedTuple):
     """When the worker last reported."""
     most_tokens: float
     facts: Facts
+    promised: int
+    """Blocks that requests take which the worker has not reported yet."""
 
 
 class Insight:
@@ -155,7 +157,7 @@ class Insight:
         now_s: float,
     ) -> list[Facts]:
         """`facts` of several workers; the same object as the last time where nothing changed."""
-        known, oldest_s = self._resting, now_s - self._fresh_s
+        known, oldest_s, costly = self._resting, now_s - self._fresh_s, self.space.costly
         facts: list[Facts] = []
         for info, load in seen:
             name = info.name
@@ -167,7 +169,8 @@ class Insight:
                 and last.held == holds
                 and last.at_s >= oldest_s
                 and need_tokens <= last.most_tokens
-                and self.space.costless(name)
+                and name not in costly
+                and (not load.unreported or self._promised(info, load) == last.promised)
             ):
                 facts.append(last.facts)
                 continue
@@ -182,15 +185,20 @@ class Insight:
         """Keep facts that hold until something is heard of the worker."""
         at_s = self._reports.at_s(info.name)
         told = load.short_blocks is not None and info.role is not Role.PREFILL
-        changing = facts.space_price_s or facts.releases or (told and load.unreported)
-        if at_s is None or changing or not load.certain:
+        if at_s is None or facts.space_price_s or facts.releases or not load.certain:
             self._resting.pop(info.name, None)
             return
         # up to here there is room at once, and nobody's ends are looked into
-        free = load.free_blocks if told else load.free_blocks // (load.waiting + 1)
+        promised = self._promised(info, load)
+        free = load.free_blocks - promised if told else load.free_blocks // (load.waiting + 1)
         most = free * info.block_tokens if told or load.running else math.inf
         if need_tokens <= most:
-            self._resting[info.name] = _Resting(info, load, held, at_s, most, facts)
+            resting = _Resting(info, load, held, at_s, most, facts, promised)
+            self._resting[info.name] = resting
+
+    def _promised(self, info: WorkerInfo, load: Load) -> int:
+        size = info.block_tokens
+        return self.answers.promised(info.name, load.unreported, block_tokens=size)
 
     def promised(self, fronts: Sequence[Front], own: dict[str, int], *, now_s: float) -> None:
         """Count in `own` (cached tokens by worker) what siblings of the request bring there."""
@@ -239,8 +247,7 @@ class Insight:
         """Ends are looked into only where `need` blocks are not there at once."""
         spare = load.free_blocks
         if load.unreported:
-            size = info.block_tokens
-            spare -= self.answers.promised(info.name, load.unreported, block_tokens=size)
+            spare -= self._promised(info, load)
         if spare >= need:
             return Line(spare) if load.waiting else None
         return self.answers.line(

@@ -151,8 +151,8 @@ class Router:
         deadline_s: float | None = None,
     ) -> Job:
         """The work that a turn asks for, due by `deadline_s`, or `request_deadline` from now."""
-        geometries = set(self.fleet.geometries.values())
-        keys = {geometry: self.sessions.keys(turn, geometry) for geometry in geometries}
+        distinct = self.fleet.roster.distinct
+        keys = {geometry: self.sessions.keys(turn, geometry) for geometry in distinct}
         fronts = fronts_of(turn.ends.values(), keys)
         if not turn.continues:
             self.insight.started(fronts, now_s=clock.now_s())
@@ -280,7 +280,9 @@ class Router:
     def _reported(self, info: WorkerInfo, report: LoadReport) -> None:
         now_s = clock.now_s()
         self.insight.reported(info, report, now_s=now_s)
-        self.fleet.prepare(info.name, self._seer(0, now_s), now_s=now_s)
+        view = self.fleet.prepare(info.name, self._seer(0, now_s), now_s=now_s)
+        if view is not None and self.insight.planner is not None:
+            self.insight.planner.columns.see(view)
 
     def _seer(self, need_tokens: int, now_s: float) -> Seer:
         """What decisions of now see of workers, for a request that may want so much space."""
@@ -300,14 +302,11 @@ class Router:
         return hashlib.blake2b(session, key=self._pool_key, digest_size=16).digest()
 
     def _look(self, job: Job, now_s: float) -> tuple[RequestView, list[WorkerView]]:
-        geometries = {
-            name: geometry
-            for name, geometry in self.fleet.geometries.items()
-            if geometry in job.keys  # a worker that appeared since has nothing cached for it
-        }
-        found = self.feeds.cached_tokens(
-            geometries, job.keys, self.fleet.nodes, self.fleet.state_pieces
-        )
+        geometries, nodes, pieces, distinct = self.fleet.roster
+        if not all(one in job.keys for one in distinct):
+            # a worker that appeared since has nothing cached for it
+            geometries = {name: one for name, one in geometries.items() if one in job.keys}
+        found = self.feeds.cached_tokens(geometries, job.keys, nodes, pieces)
         cached, pooled = found.own, found.pooled
         self.insight.promised(job.fronts, cached, now_s=now_s)
         need_tokens = len(job.ids) + job.sampling.max_tokens

@@ -14,6 +14,8 @@ class Space:
 
     def __init__(self) -> None:
         self._prices: dict[str, SpacePrice] = {}
+        self.costly: set[str] = set()
+        """Workers of whom `per_block_s` may be more than 0."""
 
     def evicted(self, worker: str, keys: Sequence[bytes], *, now_s: float) -> None:
         """The worker's feed told that it holds these no more."""
@@ -29,16 +31,13 @@ class Space:
         price = self._prices.get(worker)
         if price is not None and keys:
             price.missed(keys, seconds_per_block=seconds / len(keys), now_s=now_s)
+            if not price.costless:
+                self.costly.add(worker)
 
     def per_block_s(self, worker: str, *, now_s: float) -> float:
         """Seconds that taking a block which holds something will cost others."""
         price = self._prices.get(worker)
         return 0.0 if price is None else price.per_block_s(now_s=now_s)
-
-    def costless(self, worker: str) -> bool:
-        """Whether `per_block_s` is 0, now and until something is computed again."""
-        price = self._prices.get(worker)
-        return price is None or price.costless
 
     def per_block_second_s(self, worker: str, *, blocks: int, now_s: float) -> float:
         """Seconds that holding one of the worker's `blocks` for a second costs others."""
@@ -48,3 +47,4 @@ class Space:
     def forget(self, worker: str) -> None:
         """The worker restarted or is gone."""
         self._prices.pop(worker, None)
+        self.costly.discard(worker)

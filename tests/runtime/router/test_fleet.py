@@ -193,7 +193,7 @@ async def test_the_feed_sends_the_next_turn_to_whoever_holds_the_prefix(tmp_path
         await until(lambda: set(router.feeds.states().values()) == {FollowState.EXACT})
         chat = Chat(messages=(Message("user", "something long " * 30),), thinking=False)
         turn = router.sessions.begin("default", None, CODEC.render(chat))
-        keys = router.sessions.keys(turn, next(iter(router.fleet.geometries.values())))
+        keys = router.sessions.keys(turn, next(iter(router.fleet.roster.geometries.values())))
         stack.workers["b"].adapter.feed.add(keys)  # as if it had served this prefix before
         await until(lambda: router.feeds.keys_held()["b"] >= len(keys))
         async with aiohttp.ClientSession(stack.url) as http:

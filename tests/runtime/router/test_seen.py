@@ -29,7 +29,7 @@ steps = st.lists(
         st.tuples(st.just("evict"), st.sampled_from("ab"), st.integers(1, 40)),
         st.tuples(st.just("miss"), st.sampled_from("ab"), st.integers(1, 40)),
         st.tuples(
-            st.sampled_from(["lose", "sample", "leave", "come back"]),
+            st.sampled_from(["lose", "sample", "end", "leave", "come back"]),
             st.sampled_from("ab"),
             st.none(),
         ),
@@ -52,6 +52,9 @@ def happen(core, what, name, more, now_s):
         case "sample":  # somebody's first id, say: no load changes by that
             for request in core.insight.answers._workers.get(name, ()):
                 core.insight.answers.sampled(name, request, 100)
+        case "end":
+            for request in list(core.insight.answers._workers.get(name, ())):
+                core.insight.answers.end(name, request)
         case "restart":
             sizes = {"total_blocks": TOTAL // 2, "max_context_tokens": 131_072}
             fields = {"epoch": peer.info.epoch + 1, "engine": "another", **sizes}
@@ -85,18 +88,21 @@ def test_what_is_kept_is_what_would_be_made(drawn):
         happen(core, what, name, more, now_s)
         for count in (20, 2, 20):
             _, kept = core.look(keys_of(count), now_s=now_s)
+            roster = core.fleet.roster
             core.insight._resting.clear()
+            core.fleet._roster = None
             for peer in core.peers.values():
                 peer.member.sight.view = None
             _, made = core.look(keys_of(count), now_s=now_s)
             assert kept == made
+            assert roster == core.fleet.roster
 
 
 def test_a_view_is_of_the_request_that_is_asked_for():
     core = Core("a")
     load, facts = core.ledger.loads("a", now_s=0.0)["a"], Facts()
     for asked in ((0, 0, None), (64, 0, None), (64, 128, None), (64, 128, (64,)), (64, 128, ())):
-        view = core["a"].member.seen(load, facts, *asked)
+        view = core["a"].member.sight.of(load, facts, *asked, True, False)
         assert (view.cached_tokens, view.pool_tokens, view.checkpoints) == asked
 
 

@@ -8,23 +8,19 @@ worker whose floor is no better than a plan that is known needs no seat.
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from kimi_runtime.router.cost.columns import Floats, Table
 from kimi_runtime.router.cost.decode import MAX_UTILISATION
 from kimi_runtime.router.cost.hits import usable_tokens
 from kimi_runtime.router.cost.order import ROUNDING
-from kimi_runtime.router.cost.prices import Context, Kind
+from kimi_runtime.router.cost.prices import Context
 from kimi_runtime.router.cost.seat import (
     MAX_QUEUE_RATIO,
     MAX_STALE_S,
     STALE_S_PER_S,
     UNCERTAIN_SHARE,
-    queued_depth,
 )
 from kimi_runtime.router.view import WorkerView
-from kimi_runtime.spec.worker import Role
-
-Floats = npt.NDArray[np.float64]
 
 
 def whole_floors(
@@ -54,12 +50,7 @@ def decode_floors(
     """
     none = [0] * len(workers)
     alone_s = _by_kind(context, workers, lambda group, _: group.decode(), none)
-    most, length = context.request.prompt_tokens - 1, context.request.prompt_tokens
-    each = {
-        name: (1 - ROUNDING) * context.kind(name).prior.kv_token_bytes for name in _kinds(workers)
-    }
-    missing = [each[one.kind] * (length - min(one.cached_tokens, most)) for one in workers]
-    return alone_s, missing
+    return alone_s, _by_kind(context, workers, lambda group, _: group.missing_bytes(), none)
 
 
 def _by_kind(
@@ -68,21 +59,17 @@ def _by_kind(
     floor: "Callable[[_Group, Floats], Floats]",
     deepest: Sequence[int],
 ) -> list[float]:
-    kinds = _kinds(workers)
+    kinds = {one.kind for one in workers}
     if len(kinds) == 1:
         (name,) = kinds
-        return _rounded(floor(_Group(context, context.kind(name), workers), _column(deepest)))
+        return _rounded(floor(_Group(context, name, workers), _column(deepest)))
     result = np.zeros(len(workers))
     for name in kinds:
         numbers = [number for number, one in enumerate(workers) if one.kind == name]
         same = [workers[number] for number in numbers]
         tokens = _column([deepest[number] for number in numbers])
-        result[numbers] = floor(_Group(context, context.kind(name), same), tokens)
+        result[numbers] = floor(_Group(context, name, same), tokens)
     return _rounded(result)
-
-
-def _kinds(workers: Sequence[WorkerView]) -> set[str]:
-    return {one.kind for one in workers}
 
 
 def _rounded(result: Floats) -> list[float]:
@@ -97,14 +84,9 @@ def _column(values: Sequence[float]) -> Floats:
 class _Group:
     """Workers of one kind as columns."""
 
-    def __init__(self, context: Context, kind: Kind, workers: Sequence[WorkerView]) -> None:
-        self.context, self.kind, self.workers = context, kind, workers
-        self.names = [one.name for one in workers]
-        self.running = _column([one.running for one in workers])
-        self.cached = _column([one.cached_tokens for one in workers])
-        self.bias = _column(context.models.speeds(workers[0].kind).biases(self.names))
-        busy = [-1.0 if one.utilisation is None else one.utilisation for one in workers]
-        self.busy = _column(busy)
+    def __init__(self, context: Context, kind: str, workers: Sequence[WorkerView]) -> None:
+        self.context, self.kind, self.workers = context, context.kind(kind), workers
+        self.table: Table = context.columns.of(workers)
 
     def whole(self, deepest: Floats, z: float) -> Floats:
         """One floor for each worker."""
@@ -112,7 +94,7 @@ class _Group:
         step_s, after_s, stream_s, slowed_s = self._decoding()
         ready_s, compute_s, square = self._ready(wait_s, deepest, step_s)
         prices = self.context.prices
-        interrupted = prices.others * prices.stream * self.running
+        interrupted = prices.others * prices.stream * self.table.running
         others_s = self._delays_s(wait_s, compute_s) + interrupted * compute_s
         fixed_s = after_s + stream_s + interrupted * slowed_s
         var = wait_var + self.kind.relative_var * square
@@ -132,36 +114,36 @@ class _Group:
         """One floor for each worker."""
         _, after_s, stream_s, slowed_s = self._decoding()
         prices = self.context.prices
-        slowed_s = prices.others * prices.stream * self.running * slowed_s
+        slowed_s = prices.others * prices.stream * self.table.running * slowed_s
         return np.asarray(after_s + stream_s + slowed_s)
+
+    def missing_bytes(self) -> Floats:
+        """Bytes that each worker has to be handed over, at least."""
+        length = self.context.request.prompt_tokens
+        return self.kind.prior.kv_token_bytes * (length - np.minimum(self.table.cached, length - 1))
 
     def _decoding(self) -> tuple[Floats, Floats, Floats, Floats]:
         """A step now and with one more row; the weighted answer; what each row loses to it."""
-        used = [(one.total_blocks - one.free_blocks) * one.block_tokens for one in self.workers]
-        held = np.maximum(_column(used), 0.0)
-        step_s = self._step(self.running, held) * (self.running > 0)
+        table = self.table
+        running, held = table.running, table.held
+        step_s = self._step(running, held) * (running > 0)
         tokens = self.context.output_tokens
         own = self.context.request.prompt_tokens + tokens / 2
-        after_s = self._step(self.running + 1, held + own)
-        both = _column([one.role is Role.BOTH for one in self.workers])
-        shared = both * np.minimum(np.maximum(self.busy, 0.0), MAX_UTILISATION)
+        after_s = self._step(running + 1, held + own)
+        shared = table.both * np.minimum(np.maximum(table.busy, 0.0), MAX_UTILISATION)
         stream_s = self.context.prices.stream * tokens * after_s / (1 - shared)
         return step_s, after_s, stream_s, tokens * np.maximum(after_s - step_s, 0.0)
 
     def _queue(self) -> tuple[Floats, Floats]:
-        kind, workers = self.kind, self.workers
-        waiting = _column([one.waiting for one in workers])
-        queued = _column([one.queued_tokens for one in workers])
-        depth = _column([queued_depth(one) for one in workers])
-        work_s = kind.fixed_s * waiting + queued * (kind.token_s + kind.pair_s * depth)
-        factor, relative_var = map(_column, self.context.models.queues.factors(self.names))
-        mean = self.bias * work_s * factor
-        var = relative_var * mean * mean
-        guessed = [not one.certain for one in workers]
-        ages_s = [one.age_s for one in workers]
-        if any(guessed) or any(ages_s):
-            age_s, unsure = np.maximum(_column(ages_s), 0.0), _column(guessed)
-            cold_s = UNCERTAIN_SHARE * self.bias * self.context.cold_s(kind)
+        kind, table = self.kind, self.table
+        work_s = kind.fixed_s * table.waiting
+        work_s = work_s + table.queued * (kind.token_s + kind.pair_s * table.depth)
+        mean = table.bias * work_s * table.queue
+        var = table.queue_var * mean * mean
+        unsure, age_s = table.unsure, table.age_s
+        if unsure.any() or age_s.any():
+            age_s = np.maximum(age_s, 0.0)
+            cold_s = UNCERTAIN_SHARE * table.bias * self.context.cold_s(kind)
             mean = mean + np.minimum(STALE_S_PER_S * age_s, MAX_STALE_S) + unsure * cold_s
             var = var + np.where((age_s > 0) | (unsure > 0), mean * mean, 0.0)
         return mean, var
@@ -171,13 +153,13 @@ class _Group:
         fixed, row, token = self.kind.step
         awake = 1 - (1 - prior.expert_share) ** rows
         shape = prior.step_row_s * rows + prior.step_experts_s * awake
-        return np.asarray(self.bias * (fixed + row * shape + token * kv_tokens))
+        return np.asarray(self.table.bias * (fixed + row * shape + token * kv_tokens))
 
     def _compute(self, resumed: Floats, ratio: Floats | float, step_s: Floats | None) -> Floats:
         kind, length = self.kind, self.context.request.prompt_tokens
         kept = resumed * ratio
         each_s = kind.token_s + kind.pair_s / 2 * (length + kept)
-        mean = self.bias * (kind.fixed_s + (length - kept) * each_s)
+        mean = self.table.bias * (kind.fixed_s + (length - kept) * each_s)
         if step_s is not None:
             mean = mean + np.ceil((length - resumed) / kind.prior.chunk_tokens) * step_s
         return np.asarray(mean)
@@ -187,8 +169,7 @@ class _Group:
     ) -> tuple[Floats, Floats, Floats]:
         """Seconds until ready, seconds of computing, and the square of those: each at least."""
         local = self._local()
-        hits = _column(self.context.models.hits.ratios(self.names, "hbm"))
-        local_s = self._compute(local, hits, step_s)
+        local_s = self._compute(local, self.table.hits, step_s)
         deeper = deepest > local
         if not deeper.any():
             return wait_s + local_s, local_s, local_s * local_s
@@ -200,8 +181,7 @@ class _Group:
         free = np.divide(wait_s, read_s, out=np.ones_like(read_s), where=read_s > 0)
         part_s = self._compute(local + np.minimum(free, 1.0) * reads, 1.0, step_s)
         apart_s = np.minimum(wait_s + np.minimum(local_s, part_s), read_s + all_s)
-        streams = _column([one.streams for one in self.workers])
-        together = (read_s <= wait_s) | (streams > 1)
+        together = (read_s <= wait_s) | (self.table.streams > 1)
         ready_s = np.where(together, wait_s + least_s, apart_s)
         least_s = np.minimum(least_s, np.where(deeper, part_s, local_s))
         return ready_s, least_s, least_s * least_s
@@ -209,8 +189,8 @@ class _Group:
     def _local(self) -> Floats:
         """Where each resumes from in its own memory, up to a part of a block."""
         length = self.context.request.prompt_tokens
-        if all(one.checkpoints is None for one in self.workers):
-            return np.minimum(self.cached, length - 1)
+        if not self.table.stateful.any():
+            return np.minimum(self.table.cached, length - 1)
         # at all that is held, hits that fail would cost more than reading from a state before it
         usable = [
             usable_tokens(
@@ -229,12 +209,12 @@ class _Group:
         return np.asarray(self.context.prices.others * compute_s * ratio)
 
     def _queue_ratio(self) -> Floats:
-        share = np.minimum(np.maximum(self.busy, 0.0), 0.99)
+        share = np.minimum(np.maximum(self.table.busy, 0.0), 0.99)
         told = np.minimum(share / (1 - share), MAX_QUEUE_RATIO)
-        if self.busy.min() >= 0:
+        if self.table.busy.min() >= 0:
             return np.asarray(told)
-        untold = np.minimum(_column([one.waiting for one in self.workers]), MAX_QUEUE_RATIO)
-        return np.asarray(np.where(self.busy < 0, untold, told))
+        untold = np.minimum(self.table.waiting, MAX_QUEUE_RATIO)
+        return np.asarray(np.where(self.table.busy < 0, untold, told))
 
     def _replica_s(self) -> Floats | float:
         request, kind = self.context.request, self.kind
@@ -244,5 +224,5 @@ class _Group:
         once_s = kind.fixed_s + shared * (kind.token_s + kind.pair_s * shared / 2)
         share = request.shared_busy / (request.shared_holders + 1)
         expected = request.shared_per_s * share * self.context.prices.horizon_s
-        worth_s = min(expected, 1.0) * self.bias * once_s
-        return np.asarray(np.where(shared > self.cached, worth_s, 0.0))
+        worth_s = min(expected, 1.0) * self.table.bias * once_s
+        return np.asarray(np.where(shared > self.table.cached, worth_s, 0.0))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
+from kimi_runtime.router.cost.columns import Columns
 from kimi_runtime.router.cost.join import Joined, Joiner
 from kimi_runtime.router.cost.prices import Context, Prices
 from kimi_runtime.router.cost.search import Search
@@ -54,6 +55,7 @@ class Planner:
     def __init__(self, prices: Prices, models: Models, flows: Flows, routes: Routes) -> None:
         self.prices, self.models = prices, models
         self.flows, self.routes = flows, routes
+        self.columns = Columns(models)
 
     def plan(
         self,
@@ -69,7 +71,9 @@ class Planner:
         Raises Unavailable (NobodyNow) with each worker's obstacle when nobody can.
         """
         self.flows.advance(now_s)
-        context = Context(request, self.prices, self.models, self.flows, self.routes, now_s=now_s)
+        context = Context(
+            *(request, self.prices, self.models, self.flows, self.routes, self.columns), now_s=now_s
+        )
         fit = able(request, workers)
         whole = [worker for worker in fit if worker.role is Role.BOTH]
         joiner = Joiner(context, exhaustive=exhaustive)

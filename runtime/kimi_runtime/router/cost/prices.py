@@ -1,7 +1,7 @@
 """The planner's exchange rates, and what is the same for every plan of one decision. Pure."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kimi_runtime.router.cost.order import Grid
 from kimi_runtime.router.estimate.models import Models
@@ -10,6 +10,9 @@ from kimi_runtime.router.routes import Routes
 from kimi_runtime.router.view import RequestClass, RequestView
 from kimi_runtime.spec.router import Cost
 from kimi_runtime.spec.speed import SpeedPrior
+
+if TYPE_CHECKING:
+    from kimi_runtime.router.cost.columns import Columns
 
 ROOM_QUANTILE = 0.8
 """Space is asked for as long an answer as four in five have."""
@@ -75,6 +78,7 @@ class Context:
     models: Models
     flows: Flows
     routes: Routes
+    columns: "Columns"
     now_s: float
     usual_s: float = field(init=False)
     """Seconds of prefill that a request takes, on average."""

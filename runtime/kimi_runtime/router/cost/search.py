@@ -94,7 +94,8 @@ class Search:
                 one = floor_s + size * routes.near_per_byte_s / streams, worker
                 near.setdefault(worker.node, []).append(one)
         for some in (far, *near.values()):
-            some.sort(key=_first)
+            if len(some) > 1:
+                some.sort(key=_first)
         nearest_s = min([some[0][0] for some in near.values()], default=math.inf)
         least_s = min(nearest_s, far[0][0])
         apart = _Lazily(self._twins_left_out(far, _first, self._decode_twin))

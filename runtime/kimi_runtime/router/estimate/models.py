@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from kimi_runtime.router.estimate.calibration import Calibration
+from kimi_runtime.router.estimate.changes import Changes
 from kimi_runtime.router.estimate.gaps import Gaps
 from kimi_runtime.router.estimate.outputs import Outputs
 from kimi_runtime.router.estimate.rates import LinkRates
@@ -24,11 +25,14 @@ class Models:
     """
 
     def __init__(self, default: SpeedPrior, kinds: Mapping[str, SpeedPrior] | None = None) -> None:
-        self._prior, self._default = default, Speeds(default)
-        self._kinds = {kind: Speeds(prior) for kind, prior in (kinds or {}).items()}
+        self.changes = Changes()
+        """Of `speeds`, `hits` and `queues`, by worker."""
+        self._prior, self._default = default, self._speeds(default)
+        self._kinds = {kind: self._speeds(prior) for kind, prior in (kinds or {}).items()}
         self.outputs, self.gaps = Outputs(), Gaps()
         self.links = LinkRates()
-        self.hits, self.queues = HitRatios(), QueueRatios()
+        self.hits = HitRatios(changes=self.changes)
+        self.queues = QueueRatios(changes=self.changes)
         curves = self._default.curves(now_s=0.0)
         self.usual = UsualWork(curves.prefill_s(USUAL_TOKENS, USUAL_CONTEXT).mean)
         self.calibration: dict[str, Calibration] = {}
@@ -40,8 +44,11 @@ class Models:
         if known is None:
             if not kind or len(self._kinds) >= MAX_KINDS:
                 return self._default
-            known = self._kinds[kind] = Speeds(self._prior)
+            known = self._kinds[kind] = self._speeds(self._prior)
         return known
+
+    def _speeds(self, prior: SpeedPrior) -> Speeds:
+        return Speeds(prior, changes=self.changes)
 
     def z(self, mode: str, q: float) -> float:
         """See `Calibration.z`."""

@@ -6,9 +6,9 @@ index is wrong; it is not only a price, it is an alarm.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
+from kimi_runtime.router.estimate.changes import Changes
 from kimi_runtime.router.estimate.moments import Estimate
 
 MAX_PAIRS = 65_536
@@ -23,18 +23,13 @@ _PRIOR = (PRIOR_RATIO, PRIOR_COUNT)
 class HitRatios:
     """Realised over predicted tokens, between 0 and 1. What is missing is missing at the end."""
 
-    def __init__(self, *, max_pairs: int = MAX_PAIRS) -> None:
-        self._max_pairs = max_pairs
+    def __init__(self, *, max_pairs: int = MAX_PAIRS, changes: Changes | None = None) -> None:
+        self._max_pairs, self._changes = max_pairs, changes or Changes()
         self._known: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
 
     def ratio(self, worker: str, tier: str) -> float:
         """The share of predicted tokens that will be there, on average."""
         return self._known.get((worker, tier), _PRIOR)[0]
-
-    def ratios(self, workers: Iterable[str], tier: str) -> list[float]:
-        """`ratio` of each worker."""
-        known = self._known
-        return [known.get((worker, tier), _PRIOR)[0] for worker in workers]
 
     def observe(self, worker: str, tier: str, *, predicted: int, found: int) -> None:
         """Of `predicted` tokens `found` were there; more than predicted counts as all."""
@@ -46,8 +41,9 @@ class HitRatios:
         mean += max(1 / count, RATE) * (share - mean)
         self._known[worker, tier] = mean, count
         self._known.move_to_end((worker, tier))
+        self._changes.add(worker)
         if len(self._known) > self._max_pairs:
-            self._known.popitem(last=False)
+            self._changes.add(self._known.popitem(last=False)[0][0])
 
     def alarms(self) -> dict[tuple[str, str], float]:
         """Pairs that keep less than 90 % of what was predicted, after enough requests to tell."""
@@ -61,6 +57,7 @@ class HitRatios:
         """The worker restarted or is gone."""
         for pair in [pair for pair in self._known if pair[0] == worker]:
             del self._known[pair]
+        self._changes.add(worker)
 
 
 MAX_QUEUES = 8192
@@ -94,18 +91,13 @@ class QueueRatios:
     A ratio of sums: queues of seconds decide it, and not the many that are gone on arrival.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, changes: Changes | None = None) -> None:
+        self._changes = changes or Changes()
         self._known: OrderedDict[str, _Queue] = OrderedDict()
 
     def factor(self, worker: str) -> tuple[float, float]:
         """Real over expected wait, and the variance relative to its square."""
         return self._known.get(worker, _UNSEEN)[4:]
-
-    def factors(self, workers: Iterable[str]) -> tuple[list[float], list[float]]:
-        """`factor` of each worker: the ratios, and the variances."""
-        known = self._known
-        seen = [known.get(worker, _UNSEEN) for worker in workers]
-        return [one.factor for one in seen], [one.var for one in seen]
 
     def wait(self, worker: str, expected_s: float) -> Estimate:
         """The wait behind work that should take `expected_s`."""
@@ -133,9 +125,11 @@ class QueueRatios:
             (errors + QUEUE_VAR * QUEUE_PRIOR_S) / (squares + QUEUE_PRIOR_S),
         )
         self._known.move_to_end(worker)
+        self._changes.add(worker)
         if len(self._known) > MAX_QUEUES:
-            self._known.popitem(last=False)
+            self._changes.add(self._known.popitem(last=False)[0])
 
     def forget(self, worker: str) -> None:
         """The worker restarted or is gone."""
         self._known.pop(worker, None)
+        self._changes.add(worker)

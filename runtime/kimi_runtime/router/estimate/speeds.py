@@ -2,9 +2,9 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
+from kimi_runtime.router.estimate.changes import Changes
 from kimi_runtime.router.estimate.moments import Estimate
 from kimi_runtime.router.estimate.regression import Fit, Regression
 from kimi_runtime.spec.speed import SpeedPrior
@@ -49,8 +49,8 @@ def step_shape(prior: SpeedPrior, rows: float, kv_tokens: float) -> tuple[float,
 class Speeds:
     """One kind of worker: the same model, GPUs and parallelism."""
 
-    def __init__(self, prior: SpeedPrior) -> None:
-        self.prior = prior
+    def __init__(self, prior: SpeedPrior, *, changes: Changes | None = None) -> None:
+        self.prior, self._changes = prior, changes or Changes()
         self._prefill = Regression(
             (prior.prefill_fixed_s, prior.prefill_token_s, prior.prefill_pair_s),
             relative_sd=prior.relative_sd,
@@ -80,11 +80,6 @@ class Speeds:
         """What this worker's seconds are multiplied by, relative to its kind."""
         return self._bias.get(worker, _USUAL)[2]
 
-    def biases(self, workers: Iterable[str]) -> list[float]:
-        """`bias` of each worker."""
-        known = self._bias
-        return [known.get(worker, _USUAL)[2] for worker in workers]
-
     def prefilled(
         self, worker: str, new_tokens: int, cached_tokens: int, seconds: float, *, now_s: float
     ) -> bool:
@@ -105,6 +100,7 @@ class Speeds:
     def forget(self, worker: str) -> None:
         """The worker restarted or is gone."""
         self._bias.pop(worker, None)
+        self._changes.add(worker)
 
     def _learn_bias(self, worker: str, seconds: float, expected: float) -> float:
         """Update and return the worker's factor; its kind learns what remains."""
@@ -116,6 +112,7 @@ class Speeds:
             factor = math.exp(bias)
             self._bias[worker] = bias, count, factor
             self._bias.move_to_end(worker)
+            self._changes.add(worker)
             if len(self._bias) > MAX_WORKERS:
-                self._bias.popitem(last=False)
+                self._changes.add(self._bias.popitem(last=False)[0])
         return factor

@@ -19,12 +19,12 @@ def test_another_block_size_matches_none_of_the_keys_of_before():
         core[name].log.add(PROMPT)
         core[name].connect()
     rejoined(core, "a", block_tokens=32, layout="fp8/32")
-    assert len(set(core.fleet.geometries.values())) == 2
-    ours = core.fleet.geometries["b"]
+    assert len(set(core.fleet.roster.geometries.values())) == 2
+    ours = core.fleet.roster.geometries["b"]
     found = core.feeds.cached_tokens(
-        core.fleet.geometries,
-        {ours: PROMPT, core.fleet.geometries["a"]: keys_of(800, 5000)},
-        core.fleet.nodes,
+        core.fleet.roster.geometries,
+        {ours: PROMPT, core.fleet.roster.geometries["a"]: keys_of(800, 5000)},
+        core.fleet.roster.nodes,
     )
     assert found.own == {"a": 0, "b": 400 * 64}
 
