@@ -91,8 +91,11 @@ def _say_ready(stack: Stack, *, detached: bool, keyed: bool) -> None:
     body = json.dumps(
         {
             "model": stack.model,
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 16,
+            # what any model can answer, kimi-nano included
+            "messages": [
+                {"role": "user", "content": "The garage key is 9932.\n\nWhat is the garage key?"}
+            ],
+            "max_tokens": 64,
         }
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
