@@ -26,8 +26,8 @@ _CALL_COST_TOKENS = 128
 _PART_BYTES = 2**24
 """Copied of many histories at once. With less the library's cost per call shows."""
 GROUP_TOKENS = 128
-"""Of one prompt at once. All of them read what the last one sees: with 256 a fifth more is computed
-of a prompt's 512 tokens, with 64 the calls cost more than that saves."""
+"""Of one prompt at once. All of them read what the last one sees: more at once compute more that
+is hidden, fewer make more calls than that saves."""
 
 Ints = NDArray[np.int64]
 
