@@ -327,9 +327,10 @@ def _decision(
 
 
 def _with_daemons(decision: Decision, prospect: Prospect, step: Step) -> Decision:
-    """With the pool's daemon whose turn it is; where a rollout is paused, none."""
+    """With the pool's daemon whose turn it is; none while a rollout is paused or held back."""
     spec, observed = prospect.effective.deployment.spec, prospect.observed
-    if spec.kv_pool.update_strategy != "Coordinated" or spec.rollout.paused:
+    held = spec.rollout.paused or prospect.preflight.hold is not None
+    if spec.kv_pool.update_strategy != "Coordinated" or held:
         return decision
     children = observed.children
     key, _ = next_daemon(children, observed.instances, observed.nodes, step.target_revision)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from weakref import WeakSet
 from zlib import crc32
 
 import aiohttp
@@ -244,17 +245,13 @@ def register(
     settings: kopf.OperatorSettings,
     cache: Cache,
     daemons: Daemons,
-    login: Login,
-    options: Mapping[str, Any],
+    sessions: "Sessions",
 ) -> None:
-    """Have kopf call us for every deployment, with the credentials we use ourselves.
-
-    `options` are those of its HTTP session, see `session_options`.
-    """
+    """Have kopf call us for every deployment, with the credentials we use ourselves."""
 
     @kopf.on.login(registry=registry, id="login")
     async def log_in(**_: Any) -> kopf.AiohttpSession:
-        return session_of(await login(), options)
+        return await sessions.log_in()
 
     ours = BY_ID["kimistack.dev/v1alpha1/KimiDeployment"]
     at = (ours.group, _version(ours), ours.plural)
@@ -286,15 +283,33 @@ def register(
         await daemons.keep(Key.of(body.metadata), stopped)
 
 
-def session_of(credentials: Credentials, options: Mapping[str, Any]) -> kopf.AiohttpSession:
-    """A session with these credentials for kopf, which closes it."""
-    info = kopf.ConnectionInfo(**asdict(credentials))
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
-        headers=info.as_http_headers(),
-        **options,
-    )
-    return kopf.AiohttpSession(server=info.server, aiohttp_session=session)
+class Sessions:
+    """kopf's HTTP sessions, closed with it.
+
+    It closes one that it has used when its credentials are refused, or at its own end; one that a
+    later login replaced, or that ended unused, it forgets.
+    """
+
+    def __init__(self, login: Login, options: Mapping[str, Any]) -> None:
+        """`options` are those of a session, see `session_options`."""
+        self._login, self._options = login, options
+        self._open: WeakSet[aiohttp.ClientSession] = WeakSet()
+
+    async def log_in(self) -> kopf.AiohttpSession:
+        """A session with the credentials of now."""
+        info = kopf.ConnectionInfo(**asdict(await self._login()))
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            headers=info.as_http_headers(),
+            **self._options,
+        )
+        self._open.add(session)
+        return kopf.AiohttpSession(server=info.server, aiohttp_session=session)
+
+    async def close(self) -> None:
+        """Close all of them, and wait for their connections."""
+        for session in list(self._open):
+            await session.close()
 
 
 def _version(kind: Kind) -> str:

@@ -26,6 +26,7 @@ from kimi_operator.handlers import (
     SELECTOR,
     Daemons,
     Login,
+    Sessions,
     Wakes,
     configure,
     register,
@@ -35,7 +36,7 @@ from kimi_operator.kube import Kube, TokenBucket, open_kube
 from kimi_operator.lease import Leadership
 from kimi_operator.metrics import Metrics
 from kimi_operator.observed import Capabilities, ObjectKey
-from kimi_operator.reconcile import Reconciler
+from kimi_operator.reconcile import NODES_FOR_S, Reconciler
 from kimi_operator.reflect import Reflector, Source
 from kimi_operator.relist import Relist
 from kimi_operator.routers import Routers
@@ -126,18 +127,26 @@ class Operator:
     async def _reconcile(self, served: Capabilities, routers: Routers) -> None:
         """Run kopf around the reconciler, and what goes on beside it, until the process ends."""
         reconciler = Reconciler(
-            self.kube, self.cache, served, Decider(), self.metrics, unix_s, loads=routers
+            self.kube,
+            self.cache,
+            served,
+            Decider(),
+            self.metrics,
+            unix_s,
+            loads=routers,
+            nodes_changed=self._wake_all,
         )
         registry, settings = kopf.OperatorRegistry(), kopf.OperatorSettings()
         configure(settings)
-        options = session_options(self.tenure, self.watches)
+        sessions = Sessions(self.login, session_options(self.tenure, self.watches))
         daemons = Daemons(reconciler, self.wakes, self.metrics)
-        register(registry, settings, self.cache, daemons, self.login, options)
+        register(registry, settings, self.cache, daemons, sessions)
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self._renew(), name="lease"),
                 tasks.create_task(self._keep_listing(served, reconciler), name="relist"),
                 tasks.create_task(routers.run(), name="routers"),
+                tasks.create_task(self._keep_looking_at_nodes(reconciler), name="nodes"),
             ]
             try:
                 await self._reflect(tasks, served, beside)
@@ -154,6 +163,7 @@ class Operator:
                 self.ready.clear()
                 for task in beside:
                     task.cancel()
+                await sessions.close()
 
     async def _reflect(
         self, tasks: asyncio.TaskGroup, served: Capabilities, beside: list[asyncio.Task[None]]
@@ -214,6 +224,20 @@ class Operator:
             if await relist.once():
                 for key in self.cache.deployments():
                     reconciler.forget_settled(key)
+
+    async def _keep_looking_at_nodes(self, reconciler: Reconciler) -> None:
+        """Have passes made where nodes came, went or changed, until the process ends."""
+        while not await _until(self.stop, NODES_FOR_S):
+            if not self.cache.deployments():
+                continue
+            try:
+                await reconciler.look_at_nodes()
+            except ClusterError as exc:
+                logger.warning("listing nodes: %s", exc)
+
+    def _wake_all(self) -> None:
+        for key in self.cache.deployments():
+            self.wakes.wake(key)
 
     @property
     def trouble(self) -> str | None:

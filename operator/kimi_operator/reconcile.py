@@ -93,6 +93,8 @@ class Reconciler:
     metrics: Metrics
     unix_s: Callable[[], float]
     loads: Loads = field(default_factory=NoLoads)
+    nodes_changed: Callable[[], object] = lambda: None
+    """Called when a listing finds other nodes than the one before."""
     new_key: Callable[[], str] = lambda: secrets.token_hex(32)
     _remembered: dict[Key, _Remembered] = field(default_factory=dict)
     _nodes: tuple[NodeView, ...] | None = None
@@ -216,11 +218,22 @@ class Reconciler:
         if now_s - self._nodes_at_s < for_s:
             return self._nodes
         try:
-            self._nodes = tuple(node_view(node) for node in await self.kube.list("v1/Node", None))
+            found = tuple(node_view(node) for node in await self.kube.list("v1/Node", None))
         except ClusterRefused:
-            self._nodes = None
-        self._nodes_at_s = now_s
+            found = None
+        changed = found != self._nodes and self._nodes_at_s != float("-inf")
+        self._nodes, self._nodes_at_s = found, now_s
+        if changed:
+            self.nodes_changed()
         return self._nodes
+
+    async def look_at_nodes(self) -> None:
+        """List the nodes anew where nobody has for `NODES_FOR_S`, so that a change is noticed.
+
+        Nodes are not watched: their status is written all the time, and little of it matters here.
+        Raises ClusterError.
+        """
+        await self._list_nodes(NODES_FOR_S)
 
     async def _write(
         self, key: Key, memory: _Remembered, decision: Decision, observed: Observed

@@ -333,6 +333,8 @@ def _outdated(facts: Facts) -> str:
         how = "while spec.suspend holds them"
     elif spec.rollout.paused:
         how = "while spec.rollout.paused holds them"
+    elif spec.preflight == "Require" and not all(one.holds for one in facts.further):
+        how = "until preflight passes"
     elif not routers_are_current(facts.observed.children):
         how = f"until the routers are replaced{_failure_of(facts.observed, 'router')}"
     else:

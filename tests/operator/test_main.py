@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from fakekube import Call, FakeKube, busy
-from kimi_operator.handlers import Daemons, Wakes
+from kimi_operator.handlers import Daemons, Sessions, Wakes
 from kimi_operator.kube import Credentials
 from kimi_operator.main import Operator
 from kimi_operator.metrics import Metrics
@@ -106,6 +106,14 @@ async def test_a_pass_that_fails_in_any_way_ends_neither_the_daemon_nor_the_oper
     assert 'kimi_operator_pass_seconds_count{outcome="failed"} 2.0' in text
     assert 'kimi_operator_pass_seconds_count{outcome="busy"} 1.0' in text
     assert 'kimi_operator_pass_seconds_count{outcome="ok"}' in text
+
+
+async def test_every_session_of_kopf_is_closed_at_the_end_also_one_that_was_replaced_or_unused():
+    sessions = Sessions(login, {})
+    opened = [(await sessions.log_in()).aiohttp_session for _ in range(2)]
+    assert not any(session.closed for session in opened)
+    await sessions.close()
+    assert all(session.closed for session in opened)
 
 
 async def test_many_events_become_one_pass():

@@ -164,6 +164,34 @@ async def test_required_again_after_a_change_the_old_revision_goes_on_serving():
     assert world.conditions["Ready"] == ("True", "Serving")
 
 
+async def test_required_daemons_of_the_pool_are_replaced_once_it_passed():
+    world = World()
+    world.controllers.daemon_nodes = ("node-1",)
+    world.create(nano(preflight="Require"))
+    await world.settle()
+    ended(world, jobs(world)[0], FINE)
+    await world.settle()
+    world.edit(kvPool={"dram": "256MiB"})
+    await world.settle()
+    world.now_s += 100  # the daemon is known to its peers
+    await world.settle()
+
+    def replaced() -> list[str]:
+        return [
+            call.name
+            for call in world.kube.calls
+            if (call.verb, call.kind) == ("delete", "Pod") and "umbp" in call.name
+        ]
+
+    assert replaced() == []
+    (pool,) = [c for c in world.resource["status"]["conditions"] if c["type"] == "KVPoolReady"]
+    assert "1 are of an earlier spec until preflight passes" in pool["message"]
+    (job,) = jobs(world)
+    ended(world, job, FINE)
+    await world.settle()
+    assert len(replaced()) == 1
+
+
 async def test_a_quiet_pass_writes_nothing_and_an_ended_job_stays():
     world = await started(preflight="Warn")
     (job,) = jobs(world)

@@ -186,6 +186,24 @@ async def test_a_node_that_comes_back_is_forgotten(world):
     assert not deletions(world)
 
 
+async def test_whoever_lists_other_nodes_than_before_wakes_the_deployments(world):
+    woken = []
+    world.reconciler.nodes_changed = lambda: woken.append(world.now_s)
+    world.now_s += 61
+    await world.reconciler.look_at_nodes()
+    assert woken == []
+    node = ObjectKey("v1", "Node", "", "node-2")
+    world.kube.edit(node, {"spec": {"unschedulable": True}}, "kubectl")
+    await world.reconciler.look_at_nodes()
+    assert woken == []  # the last listing is new enough
+    world.now_s += 61
+    await world.reconciler.look_at_nodes()
+    assert woken == [world.now_s]
+    world.now_s += 61
+    await world.reconciler.look_at_nodes()
+    assert len(woken) == 1
+
+
 async def test_nodes_are_listed_once_a_minute_while_all_is_well(world):
     before = sum(call.kind == "v1/Node" for call in world.kube.calls)
     for _ in range(60):
