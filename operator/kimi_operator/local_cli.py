@@ -96,6 +96,7 @@ def _say_ready(stack: Stack, *, detached: bool, keyed: bool) -> None:
                 {"role": "user", "content": "The garage key is 9932.\n\nWhat is the garage key?"}
             ],
             "max_tokens": 64,
+            "temperature": 0,
         }
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
