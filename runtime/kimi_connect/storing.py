@@ -4,6 +4,7 @@ Where there is no stock, small blocks travel inside their PUT; others have pages
 written there, and committed.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,12 +77,13 @@ class Storing:
         try:
             # of all, so that nothing of this very put makes room for its rest
             asked = by_asking(keys, views, ends_s, tenant, priority)
-            with self._daemon.using(ends_s) as connection:
-                _tell(connection, into.ask(connection.stock))
         except (Lost, TimeoutError):
             if not done:
                 raise
             return Stored(len(keys), done, 0)
+        # that is for a later put; this one is done
+        with contextlib.suppress(Lost, TimeoutError), self._daemon.using(ends_s) as connection:
+            _tell(connection, into.ask(connection.stock))
         return asked._replace(fresh=0) if done else asked
 
     def _into_stock(self, connection: Connection, into: StockPut, ends_s: float) -> None:

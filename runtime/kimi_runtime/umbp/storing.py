@@ -1,5 +1,6 @@
 """Putting a part of what a client stores, beside an event loop; see `kimi_connect.storing`."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,12 +50,15 @@ async def store_part(
             raise TimeoutError("the deadline passed before all was put")  # make room for nothing
         # of all, so that nothing of this very put makes room for its rest
         asked = await by_asking(daemon, link, keys, views, how)
-        if (told := into.ask(link.stock)) is not None:
-            await link.keep(told, within_s=ANSWER_S)
     except (LinkLost, TimeoutError, WireError):
         if not done:
             raise
         return Stored(len(keys), done, 0)
+    if (told := into.ask(link.stock)) is not None:
+        with contextlib.suppress(
+            LinkLost, TimeoutError
+        ):  # that is for a later put; this one is done
+            await link.keep(told, within_s=ANSWER_S)
     return asked._replace(fresh=0) if done else asked
 
 

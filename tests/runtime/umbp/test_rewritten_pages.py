@@ -142,7 +142,8 @@ class OnTheLoop(Blocking):
 @pytest.fixture(params=["blocking", "two threads", "on the loop"])
 async def reader(request, daemon, size, monkeypatch):
     if request.param == "on the loop":
-        made = OnTheLoop(await open_pool(daemon.spec.socket, CALL_KEY), size)
+        client = await open_pool(daemon.spec.socket, CALL_KEY, connect_s=SOON_S)
+        made = OnTheLoop(client, size)
         made.leaves = tags.leaves
         for module in (loading, async_client):
             monkeypatch.setattr(module, "leaves", lambda view: made.leaves(view))

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
-from kimi_connect import payloads, small_puts, stocking
+from kimi_connect import payloads, small_puts, stocking, storing
 from kimi_connect.arena import ArenaGone, Shape, create_arena, reopen_arena
 from kimi_connect.client import ArenaClient
+from kimi_connect.connection import Lost
 from kimi_connect.copying import matched
 from kimi_connect.keeping import Filled, Keep, Wish, pack_keep, unpack_kept
 from kimi_connect.wire import Commitment, Grant, GroupTag, Op, Outcome, Priority
@@ -16,7 +17,7 @@ from kimi_runtime.umbp.client import open_pool
 from kimi_runtime.umbp.daemon import running
 from kimi_runtime.umbp.feed import FeedLog
 from kimi_runtime.umbp.journal import NoJournal
-from kimi_runtime.umbp.link import open_link
+from kimi_runtime.umbp.link import Link, open_link
 from kimi_runtime.umbp.pool import Pool
 from kimi_runtime.umbp.tags import block_tags, leaves
 from kimi_runtime.umbp.tenants import Accounts, Terms
@@ -377,6 +378,22 @@ async def test_small_blocks_go_into_the_stock_too_once_there_is_one(daemon, clie
     await until(lambda: daemon.clients.pool.stocks)
     assert await of(client.store, second, blocks_of(second), deadline_s=SOON_S) == 4
     await loads(client, [*first, *second])
+
+
+async def test_a_put_that_is_done_counts_though_no_stock_could_be_asked_for(
+    daemon, client, monkeypatch
+):
+    async def late(*_, **__):
+        raise TimeoutError("the daemon did not answer")
+
+    def lost(*_):
+        raise Lost("the daemon has gone")
+
+    monkeypatch.setattr(Link, "keep", late)
+    monkeypatch.setattr(storing, "_tell", lost)
+    keys = keys_of(4)
+    assert await of(client.store, keys, blocks_of(keys), deadline_s=SOON_S) == 4
+    await loads(client, keys)
 
 
 async def bare(daemon, instance):
